@@ -1,0 +1,214 @@
+// The module nanscan._C: the only file that turns Python arguments into calls and failures into
+// exceptions. Calls made once a hook are raw METH_FASTCALL functions; pybind11 makes the rest.
+//
+// The raw functions of a Table are built-in functions whose `self` is a capsule of the Table, so they
+// cost no attribute look-up, no argument tuple and no type cast.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+#include <string>
+
+#include "cpu/scan.h"
+#include "table.h"
+
+namespace py = pybind11;
+
+namespace nanscan {
+namespace {
+
+constexpr const char* kTableCapsule = "nanscan.Table";
+
+Table* table_of(PyObject* capsule) {
+  return static_cast<Table*>(PyCapsule_GetPointer(capsule, kTableCapsule));
+}
+
+// A row index from Python; -2 with IndexError set when it is none. -1 passes when `optional`.
+int row_index(PyObject* object, const Table& table, bool optional) {
+  const long index = PyLong_AsLong(object);
+  if (index == -1 && PyErr_Occurred()) return -2;
+  if (index >= (optional ? -1 : 0) && index < table.size()) return static_cast<int>(index);
+  PyErr_Format(PyExc_IndexError, "nanscan: row %ld is outside a table of %d rows", index,
+               table.size());
+  return -2;
+}
+
+bool expect_arguments(Py_ssize_t count, Py_ssize_t expected) {
+  if (count == expected) return true;
+  PyErr_Format(PyExc_TypeError, "nanscan: expected %zd arguments, got %zd", expected, count);
+  return false;
+}
+
+PyObject* table_scan(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Table* table = table_of(self);
+  if (!table || !expect_arguments(count, 2)) return nullptr;
+  const int row = row_index(args[1], *table, false);
+  return row < 0 ? nullptr : PyLong_FromLong(table->scan(args[0], row));
+}
+
+PyObject* table_visit(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Table* table = table_of(self);
+  if (!table || !expect_arguments(count, 2)) return nullptr;
+  const int row = row_index(args[1], *table, true);
+  return row < -1 ? nullptr : PyLong_FromLong(table->visit(args[0], row));
+}
+
+// scan_many(tensors: list, rows: list) -> list of (position, status) of those not scanned.
+PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Table* table = table_of(self);
+  if (!table || !expect_arguments(count, 2)) return nullptr;
+  if (!PyList_Check(args[0]) || !PyList_Check(args[1]) ||
+      PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "nanscan: scan_many expects two lists of one length");
+    return nullptr;
+  }
+  PyObject* refused = PyList_New(0);
+  // Sizes are read anew each turn: a large scan releases the GIL.
+  for (Py_ssize_t i = 0;
+       refused && i < PyList_GET_SIZE(args[0]) && i < PyList_GET_SIZE(args[1]); ++i) {
+    const int row = row_index(PyList_GET_ITEM(args[1], i), *table, false);
+    if (row < 0) {
+      Py_CLEAR(refused);
+      break;
+    }
+    PyObject* tensor = Py_NewRef(PyList_GET_ITEM(args[0], i));
+    const Status status = table->scan(tensor, row);
+    Py_DECREF(tensor);
+    if (status == kOk) continue;
+    PyObject* entry = Py_BuildValue("(ni)", i, static_cast<int>(status));
+    if (!entry || PyList_Append(refused, entry) < 0) Py_CLEAR(refused);
+    Py_XDECREF(entry);
+  }
+  return refused;
+}
+
+// scan_once(tensor, moments: bool) -> 128 bytes of a Row, or a negative status.
+PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments(count, 2)) return nullptr;
+  const int moments = PyObject_IsTrue(args[1]);
+  if (moments < 0) return nullptr;
+  TensorView view;
+  Row row{};
+  const Status status = scan_once(args[0], moments != 0, view, row);
+  if (status != kOk) return PyLong_FromLong(status);
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&row), sizeof row);
+}
+
+// METH_FASTCALL functions are stored under the type of METH_VARARGS ones; CPython casts back.
+template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyMethodDef* method(const char* name, const char* doc) {
+  static PyMethodDef definition = {
+      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f)), METH_FASTCALL, doc};
+  return &definition;
+}
+
+py::object builtin(PyMethodDef* definition, py::handle self) {
+  return py::reinterpret_steal<py::object>(PyCFunction_New(definition, self.ptr()));
+}
+
+// A capsule that keeps the Python Table alive.
+py::capsule capsule_of(py::object table) {
+  Table* pointer = table.cast<Table*>();
+  py::capsule capsule(pointer, kTableCapsule);
+  PyCapsule_SetContext(capsule.ptr(), table.release().ptr());
+  PyCapsule_SetDestructor(capsule.ptr(), [](PyObject* self) {
+    Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(self)));
+  });
+  return capsule;
+}
+
+void snapshot(Table& table, py::array_t<uint8_t, py::array::c_style> rows,
+              py::array_t<uint64_t, py::array::c_style> order) {
+  if (rows.nbytes() != table.size() * static_cast<py::ssize_t>(sizeof(Row)) ||
+      order.size() != table.size())
+    throw py::value_error("nanscan: snapshot expects arrays of exactly the table's size");
+  table.snapshot(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
+}
+
+const char* const kDTypeNames[kDTypeCount] = {
+    "float16",     "bfloat16",        "float32",         "float64",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"};
+
+py::object describe(const Table& table, int row) {
+  if (row < 0 || row >= table.size()) throw py::index_error("nanscan: no such row");
+  const RowContext& context = table.context(row);
+  if (!context.described) return py::none();
+  const char* name = kDTypeNames[static_cast<int>(context.dtype)];
+  if (context.is_complex)
+    name = context.dtype == DType::kFloat16   ? "complex32"
+           : context.dtype == DType::kFloat32 ? "complex64"
+                                              : "complex128";
+  py::tuple shape(context.shape.size());
+  for (size_t i = 0; i < context.shape.size(); ++i) shape[i] = context.shape[i];
+  return py::make_tuple(name, shape);
+}
+
+void define_table(py::module_& m) {
+  py::class_<Table>(m, "Table")
+      .def(py::init<>())
+      .def("add_row", &Table::add_row)
+      .def("__len__", &Table::size)
+      .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert())
+      .def("describe", &describe)
+      .def_property_readonly("visit",
+                             [](py::object self) {
+                               return builtin(method<table_visit>("visit", "visit(tensor, row)"),
+                                              capsule_of(std::move(self)));
+                             })
+      .def_property_readonly("scan",
+                             [](py::object self) {
+                               return builtin(method<table_scan>("scan", "scan(tensor, row)"),
+                                              capsule_of(std::move(self)));
+                             })
+      .def_property_readonly("scan_many", [](py::object self) {
+        return builtin(method<table_scan_many>("scan_many", "scan_many(tensors, rows)"),
+                       capsule_of(std::move(self)));
+      });
+}
+
+void define_status(py::module_& m) {
+  m.attr("NOT_PLAIN") = static_cast<int>(kNotPlain);
+  m.attr("NEEDS_ROW") = static_cast<int>(kNeedsRow);
+  m.attr("NOT_FLOAT") = static_cast<int>(kNotFloat);
+  m.attr("BAD_FORMAT") = static_cast<int>(kBadFormat);
+  m.attr("OTHER_DEVICE") = static_cast<int>(kOtherDevice);
+  m.attr("NO_DATA") = static_cast<int>(kNoData);
+  m.attr("NO_VIEW") = static_cast<int>(kNoView);
+  m.attr("LAZY_BIT") = static_cast<int>(kLazyBit);
+}
+
+void initialize(py::type tensor, py::type parameter, py::capsule exchange) {
+  if (!initialize_torch(tensor.ptr(), parameter.ptr(), exchange.ptr())) throw py::error_already_set();
+}
+
+void use_variant(const std::string& name) {
+  if (cpu::use_variant(name.c_str())) return;
+  std::string known;
+  for (const char* variant : cpu::variants()) known += std::string(known.empty() ? "" : ", ") + variant;
+  throw py::value_error("nanscan: no CPU variant '" + name + "' on this machine; it has: " + known);
+}
+
+void plain_read(const py::buffer& data) {
+  const py::buffer_info info = data.request();
+  py::gil_scoped_release release;
+  cpu::plain_read(info.ptr, static_cast<uint64_t>(info.size * info.itemsize));
+}
+
+}  // namespace
+}  // namespace nanscan
+
+PYBIND11_MODULE(_C, m) {
+  using namespace nanscan;
+  m.doc() = "Compiled core of nanscan; see _C.pyi.";
+  define_status(m);
+  define_table(m);
+  m.attr("scan_once") = builtin(
+      method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
+  m.def("initialize", &initialize);
+  m.def("variants", &cpu::variants);
+  m.def("variant", &cpu::variant);
+  m.def("use_variant", &use_variant);
+  m.def("plain_read", &plain_read);
+  m.def("noop", [](const py::object&, int) { return 0; });
+  m.attr("CUDA_TOOLKIT") = NANSCAN_CUDA_TOOLKIT;
+}

@@ -1,0 +1,31 @@
+// Scans of tensors in host memory: picks the instruction set, walks any layout, uses torch's threads.
+//
+// Contract: bitwise deterministic whatever the number of threads, the two moment sums excepted. Never
+// touches Python: callers may release the GIL. An empty tensor gives all-zero totals.
+#pragma once
+
+#include <vector>
+
+#include "../row.h"
+#include "../tensor_view.h"
+
+namespace nanscan::cpu {
+
+// From this size on a scan is shared out to torch's intra-op threads, and callers release the GIL:
+// below it, waking a thread costs more than it saves.
+constexpr uint64_t kParallelBytes = uint64_t{1} << 20;
+
+ScanTotals scan(const TensorView& view, bool moments);
+
+// Row-major index of the first non-finite element, in elements of the real format; the number of
+// elements if all are finite. Stops at the first.
+uint64_t first_nonfinite(const TensorView& view);
+
+std::vector<const char*> variants();  // that this machine can run, best last
+const char* variant();                // in use
+bool use_variant(const char* name);   // false: unknown, or not for this machine
+
+// GB of the plain read loop: touches every byte of [data, data + bytes) with the same threads.
+void plain_read(const void* data, uint64_t bytes);
+
+}  // namespace nanscan::cpu

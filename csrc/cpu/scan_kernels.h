@@ -1,0 +1,297 @@
+// The CPU scan over flat memory, in two levels. Level 1 takes only the min and max of the integer
+// keys of a chunk; a NaN or Inf shows in them. Only a chunk that shows one is scanned again by
+// level 2, exactly, with mask arithmetic and no branch. Clean data pays for level 1 alone.
+//
+// This source is built once an instruction set, with NANSCAN_VARIANT and NANSCAN_VECTOR_BYTES set.
+// Everything is in an unnamed namespace and no standard header with inline functions is included,
+// so that the linker can never pick an AVX-512 copy of a shared function for an older machine.
+#pragma once
+
+#include "block_scan.h"
+
+namespace nanscan::cpu {
+namespace {
+
+constexpr int kVectorBytes = NANSCAN_VECTOR_BYTES;
+constexpr int kUnroll = 4;          // independent accumulators, to cover the latency of min and max
+constexpr size_t kChunk = 4096;     // bytes a chunk: it is still in L1 if level 2 needs it
+constexpr size_t kPrefetch = 2048;  // bytes ahead; the hardware prefetcher stops at page ends
+
+template <typename Int>
+struct VectorOf {
+  typedef Int type __attribute__((vector_size(kVectorBytes)));
+};
+
+template <typename Format>
+struct Kernel {
+  using Int = typename Format::Int;
+  using Vector = typename VectorOf<Int>::type;
+  static constexpr size_t kLanes = kVectorBytes / sizeof(Int);
+  static constexpr size_t kChunkElements = kChunk / sizeof(Int);
+  static constexpr size_t kStep = kUnroll * kLanes;
+
+  static Int load(const Int* p) {
+    Int bits;
+    __builtin_memcpy(&bits, p, sizeof bits);
+    return bits;
+  }
+
+  static Vector load_bits(const Int* p) {
+    Vector bits;
+    __builtin_memcpy(&bits, p, sizeof bits);
+    return bits;
+  }
+
+  static Vector keys(Vector bits) {
+    if constexpr (Format::kFamily == Family::kFnuz) {
+      const Vector negated = -(bits & Format::kHighest);
+      const Vector key = bits < 0 ? negated : bits;
+      return bits == Format::kLowest ? bits : key;
+    } else if constexpr (sizeof(Int) == 1) {  // x86 shifts no bytes; comparing gives the same mask
+      return bits ^ ((bits < 0) & Format::kHighest);
+    } else {
+      return bits ^ ((bits >> (Format::kWidth - 1)) & Format::kHighest);
+    }
+  }
+
+  static Vector is_nonfinite(Vector bits) {
+    if constexpr (Format::kFamily == Family::kFnuz) return bits == Format::kLowest;
+    return (bits & Format::kHighest) > Format::kMaxFinite;
+  }
+
+  static void count(Vector& counters, Vector mask) {
+#ifdef __AVX512BW__  // a masked add; elsewhere a true lane of a mask is -1
+    counters = mask ? counters + 1 : counters;
+#else
+    counters -= mask;
+#endif
+  }
+
+  static Vector min(Vector a, Vector b) { return a < b ? a : b; }
+  static Vector max(Vector a, Vector b) { return a > b ? a : b; }
+  static Vector fill(Int value) { return Vector{} + value; }
+
+  // Running extremes of finite keys. Start outside the range from the other side, so that they are
+  // the identity of max and min, and `max` tells whether any finite key was seen.
+  struct Extremes {
+    Vector max[kUnroll], min[kUnroll];
+  };
+
+  static Int horizontal_max(const Vector (&v)[kUnroll]) {
+    Vector m = max(max(v[0], v[1]), max(v[2], v[3]));
+    Int result = m[0];
+    for (size_t i = 1; i < kLanes; ++i) result = m[i] > result ? m[i] : result;
+    return result;
+  }
+
+  static Int horizontal_min(const Vector (&v)[kUnroll]) {
+    Vector m = min(min(v[0], v[1]), min(v[2], v[3]));
+    Int result = m[0];
+    for (size_t i = 1; i < kLanes; ++i) result = m[i] < result ? m[i] : result;
+    return result;
+  }
+
+  static bool any(Vector mask) {
+    typedef long long Words __attribute__((vector_size(kVectorBytes)));
+    Words words;
+    __builtin_memcpy(&words, &mask, sizeof words);
+    long long folded = 0;
+    for (int i = 0; i < kVectorBytes / 8; ++i) folded |= words[i];
+    return folded != 0;
+  }
+
+  static bool shows_nonfinite(const Extremes& e) {
+    const Vector high = max(max(e.max[0], e.max[1]), max(e.max[2], e.max[3]));
+    const Vector low = min(min(e.min[0], e.min[1]), min(e.min[2], e.min[3]));
+    return any((high > Format::kMaxFinite) | (low < Format::kMinFinite));
+  }
+
+  // Level 1: n is a multiple of kStep. Returns false, with e unchanged, if anything is not finite.
+  static bool scan_clean(const Int* p, size_t n, Extremes& e) {
+    Extremes local = e;
+    for (size_t i = 0; i < n; i += kStep) {
+      const char* ahead = reinterpret_cast<const char*>(p + i) + kPrefetch;
+      for (int line = 0; line < kUnroll * kVectorBytes; line += 64) __builtin_prefetch(ahead + line);
+#pragma GCC unroll 4
+      for (int u = 0; u < kUnroll; ++u) {
+        const Vector key = keys(load_bits(p + i + u * kLanes));
+        local.max[u] = max(local.max[u], key);
+        local.min[u] = min(local.min[u], key);
+      }
+    }
+    if (shows_nonfinite(local)) return false;
+    e = local;
+    return true;
+  }
+
+  // Level 2: exact. Lane counters cannot overflow: a lane sees kChunk / kVectorBytes elements at
+  // most, split into runs of kRun.
+  static void scan_exact(const Int* p, size_t n, Extremes& e, BlockTotals& t) {
+    constexpr size_t kRun = 64 * kLanes;
+    static_assert(kRun % kStep == 0 && 64 < 127, "a run fits the 8-bit counters");
+    for (size_t begin = 0; begin < n; begin += kRun) {
+      const size_t end = n - begin < kRun ? n : begin + kRun;
+      Vector bad = {}, posinf = {}, neginf = {};
+      for (size_t i = begin; i < end; i += kLanes) {
+        const Vector bits = load_bits(p + i);
+        const Vector key = keys(bits);
+        const Vector nonfinite = is_nonfinite(bits);
+        count(bad, nonfinite);
+        if constexpr (Format::kHasInf) {
+          count(posinf, key == Format::kPosInf);
+          count(neginf, key == Format::kNegInf);
+        }
+        e.max[0] = max(e.max[0], nonfinite ? fill(Format::kLowest) : key);
+        e.min[0] = min(e.min[0], nonfinite ? fill(Format::kHighest) : key);
+      }
+      uint64_t bad_count = 0, posinf_count = 0, neginf_count = 0;
+      for (size_t i = 0; i < kLanes; ++i) {
+        bad_count += bad[i];
+        posinf_count += posinf[i];
+        neginf_count += neginf[i];
+      }
+      t.nan += bad_count - posinf_count - neginf_count;
+      t.posinf += posinf_count;
+      t.neginf += neginf_count;
+    }
+  }
+
+  struct Scalar {
+    Int max = Format::kLowest, min = Format::kHighest;
+  };
+
+  static void scan_scalar(const Int* p, size_t n, Scalar& s, BlockTotals& t) {
+    for (size_t i = 0; i < n; ++i) {
+      const Int key = Format::key(load(p + i));
+      if (Format::is_finite_key(key)) {
+        s.max = key > s.max ? key : s.max;
+        s.min = key < s.min ? key : s.min;
+      } else if (Format::kHasInf && key == Format::kPosInf) {
+        ++t.posinf;
+      } else if (Format::kHasInf && key == Format::kNegInf) {
+        ++t.neginf;
+      } else {
+        ++t.nan;
+      }
+    }
+  }
+
+  static void merge(Int max_key, Int min_key, BlockTotals& t) {
+    if (max_key == Format::kLowest) return;  // never a finite key
+    if (!t.has_finite || max_key > t.max_key) t.max_key = max_key;
+    if (!t.has_finite || min_key < t.min_key) t.min_key = min_key;
+    t.has_finite = 1;
+  }
+
+  // Elements before the next vector boundary, so that no load straddles two cache lines.
+  static size_t head(const Int* p, size_t n) {
+    const size_t misaligned = reinterpret_cast<uintptr_t>(p) % kVectorBytes;
+    if (misaligned == 0 || misaligned % sizeof(Int) != 0) return 0;
+    const size_t head = (kVectorBytes - misaligned) / sizeof(Int);
+    return head < n ? head : n;
+  }
+
+  static void scan(const void* data, size_t n, BlockTotals* totals) {
+    const Int* p = static_cast<const Int*>(data);
+    BlockTotals& t = *totals;
+    Scalar scalar;
+    if (n >= kStep) {
+      const size_t skip = head(p, n);
+      scan_scalar(p, skip, scalar, t);
+      p += skip;
+      n -= skip;
+      Extremes e;
+      for (int u = 0; u < kUnroll; ++u) {
+        e.max[u] = fill(Format::kLowest);
+        e.min[u] = fill(Format::kHighest);
+      }
+      bool expect_clean = true;  // bad values come in crowds: after one, go straight to level 2
+      while (n >= kStep) {
+        const size_t chunk = n < kChunkElements ? n / kStep * kStep : kChunkElements;
+        if (!expect_clean || !scan_clean(p, chunk, e)) {
+          const uint64_t before = t.nan + t.posinf + t.neginf;
+          scan_exact(p, chunk, e, t);
+          expect_clean = t.nan + t.posinf + t.neginf == before;
+        }
+        p += chunk;
+        n -= chunk;
+      }
+      merge(horizontal_max(e.max), horizontal_min(e.min), t);
+    }
+    scan_scalar(p, n, scalar, t);
+    merge(scalar.max, scalar.min, t);
+  }
+
+  static double widen(Int key) {
+    const Int magnitude = Format::magnitude(key);
+    double value;
+    if constexpr (Format::kWidth == 64) {
+      __builtin_memcpy(&value, &magnitude, sizeof value);
+    } else {
+      // Normal values by re-biasing the exponent, subnormal ones as integer times 2^k: no operand
+      // is ever subnormal, so flush-to-zero modes have nothing to flush.
+      constexpr int kShift = 52 - Format::kMantissaBits;
+      const uint64_t wide = static_cast<uint64_t>(magnitude) << kShift;
+      const uint64_t normal_bits = wide + (uint64_t{1023 - Format::kBias} << 52);
+      const uint64_t scale_bits = uint64_t{1023 + 1 - Format::kBias - Format::kMantissaBits} << 52;
+      double normal, scale;
+      __builtin_memcpy(&normal, &normal_bits, sizeof normal);
+      __builtin_memcpy(&scale, &scale_bits, sizeof scale);
+      value = magnitude < Format::kSmallestNormal
+                  ? static_cast<double>(static_cast<int32_t>(magnitude)) * scale
+                  : normal;
+    }
+    return key < 0 ? -value : value;
+  }
+
+  static void moments(const void* data, size_t n, BlockTotals* totals) {
+    constexpr size_t kSums = 8;  // independent sums: shorter dependency chains and less rounding
+    const Int* p = static_cast<const Int*>(data);
+    double sum[kSums] = {}, sumsq[kSums] = {};
+    uint64_t zeros = 0, subnormals = 0;
+    for (size_t i = 0; i < n; i += kSums) {
+      const size_t count = n - i < kSums ? n - i : kSums;
+      for (size_t j = 0; j < count; ++j) {
+        const Int key = Format::key(load(p + i + j));
+        const Int magnitude = Format::magnitude(key);
+        const bool finite = Format::is_finite_key(key);
+        const double value = finite ? widen(key) : 0.0;
+        sum[j] += value;
+        sumsq[j] += value * value;
+        zeros += finite && magnitude == 0;
+        subnormals += finite && magnitude != 0 && magnitude < Format::kSmallestNormal;
+      }
+    }
+    for (size_t j = 0; j < kSums; ++j) {
+      totals->sum += sum[j];
+      totals->sumsq += sumsq[j];
+    }
+    totals->zeros += zeros;
+    totals->subnormals += subnormals;
+  }
+};
+
+// The plain read that the benchmarks take as the limit: the same loads, prefetches and loop, with
+// one OR a load. The folded bits go to max_key so that the loads cannot be dropped.
+void read(const void* data, size_t n, BlockTotals* totals) {
+  using Words = typename VectorOf<int64_t>::type;
+  const char* p = static_cast<const char*>(data);
+  Words folded[kUnroll] = {};
+  size_t i = 0;
+  for (; i + kUnroll * kVectorBytes <= n; i += kUnroll * kVectorBytes) {
+    for (int line = 0; line < kUnroll * kVectorBytes; line += 64)
+      __builtin_prefetch(p + i + kPrefetch + line);
+#pragma GCC unroll 4
+    for (int u = 0; u < kUnroll; ++u) {
+      Words words;
+      __builtin_memcpy(&words, p + i + u * kVectorBytes, sizeof words);
+      folded[u] |= words;
+    }
+  }
+  for (; i < n; ++i) totals->max_key |= p[i];
+  for (int u = 0; u < kUnroll; ++u)
+    for (int j = 0; j < kVectorBytes / 8; ++j) totals->max_key |= folded[u][j];
+}
+
+}  // namespace
+}  // namespace nanscan::cpu

@@ -1,0 +1,75 @@
+// The rows of one device, and what the host knows of each: fixed addresses, reset once a step.
+//
+// Contract: every member needs the GIL. A row never moves; the table grows by chunks.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "row.h"
+#include "tensor_view.h"
+
+namespace nanscan {
+
+// What the host alone can know of a row's scans. Of the first bad call since the last reset, if
+// there was one, else of the latest.
+struct RowContext {
+  DType dtype = DType::kFloat32;
+  bool is_complex = false;
+  bool described = false;
+  std::vector<int64_t> shape;  // of the tensor as the user sees it
+  uint64_t order = 0;          // position among this step's first visits, from 1; 0: not visited
+};
+
+class Table {
+ public:
+  Table() = default;
+  ~Table() { forget_seen(); }
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+
+  int add_row();
+  int size() const { return static_cast<int>(contexts_.size()); }
+  const RowContext& context(int row) const { return contexts_[row]; }
+
+  // Scans into a row. Large tensors release the GIL meanwhile.
+  Status scan(PyObject* tensor, int row);
+
+  // The same, unless this very tensor, unchanged, was visited since the last snapshot. Returns the
+  // row that holds its values, or a negative Status. `row` may be -1: then only look.
+  int visit(PyObject* tensor, int row);
+
+  // Copies rows [0, size) and their order to host memory, then resets both and forgets what was
+  // seen.
+  void snapshot(Row* rows, uint64_t* order);
+
+ private:
+  static constexpr int kRowsPerChunk = 512;
+  struct Seen {
+    PyObject* weakref;
+    int64_t version;
+    int row;
+  };
+
+  Row& row(int index) { return chunks_[index / kRowsPerChunk][index % kRowsPerChunk]; }
+  void note_visit(int index) {
+    if (contexts_[index].order == 0) contexts_[index].order = ++visits_;
+  }
+  void forget_seen();
+
+  std::vector<std::unique_ptr<Row[]>> chunks_;
+  std::vector<RowContext> contexts_;
+  std::unordered_map<PyObject*, Seen> seen_;
+  uint64_t visits_ = 0;
+  uint32_t last_ticket_ = 0;
+  bool expect_inference_ = false;
+};
+
+// One scan outside of any table, for nanscan.check. `view` describes the tensor afterwards.
+Status scan_once(PyObject* tensor, bool moments, TensorView& view, Row& row);
+
+}  // namespace nanscan

@@ -1,0 +1,165 @@
+#include "tensor_view.h"
+
+namespace nanscan {
+namespace {
+
+PyTypeObject* tensor_type = nullptr;
+PyTypeObject* parameter_type = nullptr;
+const dlpack::ExchangeApi* exchange = nullptr;
+PyObject* name_is_neg = nullptr;
+PyObject* name_is_conj = nullptr;
+
+// The real format of a DLPack type, or a negative Status.
+int format_of(dlpack::DataType type, bool& is_complex) {
+  is_complex = type.code == dlpack::kComplex;
+  const int bits = is_complex ? type.bits / 2 : type.bits;
+  if (type.lanes != 1) return kBadFormat;
+  switch (type.code) {
+    case dlpack::kFloat:
+    case dlpack::kComplex:
+      if (bits == 16) return static_cast<int>(DType::kFloat16);
+      if (bits == 32) return static_cast<int>(DType::kFloat32);
+      if (bits == 64) return static_cast<int>(DType::kFloat64);
+      return kBadFormat;
+    case dlpack::kBfloat:
+      return bits == 16 ? static_cast<int>(DType::kBFloat16) : static_cast<int>(kBadFormat);
+    case dlpack::kFloat8E4M3FN:
+      return static_cast<int>(DType::kFloat8E4M3FN);
+    case dlpack::kFloat8E4M3FNUZ:
+      return static_cast<int>(DType::kFloat8E4M3FNUZ);
+    case dlpack::kFloat8E5M2:
+      return static_cast<int>(DType::kFloat8E5M2);
+    case dlpack::kFloat8E5M2FNUZ:
+      return static_cast<int>(DType::kFloat8E5M2FNUZ);
+    default:
+      return type.code >= dlpack::kFirstSmallFloat ? kBadFormat : kNotFloat;
+  }
+}
+
+// Truth of a method without arguments; an exception counts as true, so that the caller goes slow.
+bool call_bool(PyObject* object, PyObject* method) {
+  PyObject* result = PyObject_VectorcallMethod(
+      method, &object, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  if (!result) {
+    PyErr_Clear();
+    return true;
+  }
+  const bool truth = result != Py_False;
+  Py_DECREF(result);
+  return truth;
+}
+
+}  // namespace
+
+bool initialize_torch(PyObject* tensor, PyObject* parameter, PyObject* capsule) {
+  void* pointer = PyCapsule_GetPointer(capsule, dlpack::kExchangeApiName);
+  if (!pointer) return false;
+  const auto* header = static_cast<const dlpack::ExchangeApiHeader*>(pointer);
+  while (header && header->version.major > dlpack::kMajorVersion) header = header->prev_api;
+  const auto* api = reinterpret_cast<const dlpack::ExchangeApi*>(header);
+  if (!api || api->header.version.major != dlpack::kMajorVersion ||
+      !api->tensor_from_py_object_no_sync) {
+    PyErr_SetString(PyExc_ImportError,
+                    "nanscan: this torch offers no DLPack 1.x exchange table with non-owning views; "
+                    "install torch 2.10 or later");
+    return false;
+  }
+  if (!PyType_Check(tensor) || !PyType_Check(parameter)) {
+    PyErr_SetString(PyExc_TypeError, "nanscan: expected two types");
+    return false;
+  }
+  // References kept for the life of the process.
+  tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor));
+  parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
+  name_is_neg = PyUnicode_InternFromString("is_neg");
+  name_is_conj = PyUnicode_InternFromString("is_conj");
+  exchange = api;
+  return name_is_neg && name_is_conj;
+}
+
+Status view_tensor(PyObject* object, TensorView& view) {
+  PyTypeObject* type = Py_TYPE(object);
+  if (type != tensor_type && type != parameter_type) return kNotPlain;
+  dlpack::Tensor t;
+  if (exchange->tensor_from_py_object_no_sync(object, &t) != 0) {
+    PyErr_Clear();
+    return kNoView;
+  }
+  const int format = format_of(t.dtype, view.is_complex);
+  if (format < 0) return static_cast<Status>(format);
+  if (call_bool(object, name_is_neg)) return kLazyBit;
+  if (view.is_complex && call_bool(object, name_is_conj)) return kLazyBit;
+
+  view.dtype = static_cast<DType>(format);
+  view.device = t.device;
+  view.data = static_cast<const char*>(t.data) + t.byte_offset;
+  view.elements = 1;
+  Dims& dims = view.logical;
+  dims.count = t.ndim;
+  const int64_t parts = view.is_complex ? 2 : 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    dims.size[i] = t.shape[i];
+    dims.stride[i] = t.strides ? t.strides[i] * parts : static_cast<int64_t>(view.elements) * parts;
+    view.elements *= static_cast<uint64_t>(t.shape[i]);
+  }
+  if (view.is_complex) {
+    dims.size[dims.count] = 2;
+    dims.stride[dims.count] = 1;
+    ++dims.count;
+    view.elements *= 2;
+  }
+  if (!t.data && view.elements > 0) return kNoData;
+  return kOk;
+}
+
+void plan_layout(const TensorView& view, MemoryLayout& layout) {
+  const Dims& logical = view.logical;
+  Dims& dims = layout.outer;
+  bool expanded = false;
+  dims.count = 0;
+  for (int i = 0; i < logical.count; ++i) {
+    if (logical.size[i] == 1) continue;
+    if (logical.stride[i] == 0) {
+      layout.repeat *= static_cast<uint64_t>(logical.size[i]);
+      expanded = true;
+      continue;
+    }
+    dims.size[dims.count] = logical.size[i];
+    dims.stride[dims.count] = logical.stride[i];
+    ++dims.count;
+  }
+  bool permuted = false;
+  for (int i = 1; i < dims.count; ++i) {  // insertion sort: few dimensions, mostly in order
+    const int64_t size = dims.size[i], stride = dims.stride[i];
+    int j = i;
+    for (; j > 0 && dims.stride[j - 1] < stride; --j) {
+      dims.size[j] = dims.size[j - 1];
+      dims.stride[j] = dims.stride[j - 1];
+    }
+    permuted |= j != i;
+    dims.size[j] = size;
+    dims.stride[j] = stride;
+  }
+  int last = 0;
+  for (int i = 1; i < dims.count; ++i) {
+    if (dims.stride[last] == dims.stride[i] * dims.size[i]) {
+      dims.size[last] *= dims.size[i];
+      dims.stride[last] = dims.stride[i];
+    } else {
+      ++last;
+      dims.size[last] = dims.size[i];
+      dims.stride[last] = dims.stride[i];
+    }
+  }
+  if (dims.count > 0) {
+    dims.count = last;  // the innermost dimension becomes the run
+    layout.run = dims.size[last];
+    layout.run_stride = dims.stride[last];
+    layout.stored = static_cast<uint64_t>(layout.run);
+    for (int i = 0; i < last; ++i) layout.stored *= static_cast<uint64_t>(dims.size[i]);
+  }
+  layout.row_major_flat =
+      !expanded && !permuted && dims.count == 0 && (layout.run_stride == 1 || layout.run == 1);
+}
+
+}  // namespace nanscan

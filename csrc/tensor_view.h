@@ -1,0 +1,65 @@
+// A torch.Tensor as nanscan sees it: pointer, format, shape and strides. Nothing is copied or kept.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+#include "dlpack_abi.h"
+#include "float_format.h"
+
+namespace nanscan {
+
+// Why a Python object cannot be scanned as it is. Zero and positive values are successes; the
+// Python side (nanscan/_tensors.py) unwraps what can be unwrapped and names the rest.
+enum Status : int {
+  kOk = 0,
+  kNotPlain = -1,    // not exactly torch.Tensor or Parameter
+  kNeedsRow = -2,    // Table.visit: not seen before, and no row given
+  kNotFloat = -3,    // integers, booleans: nothing to scan
+  kBadFormat = -4,   // a floating format without a kernel
+  kOtherDevice = -5,
+  kNoData = -6,      // elements, but a null pointer: freed storage, a fake or wrapper tensor
+  kNoView = -7,      // torch refused a view: sparse, meta, quantised, functorch, ...
+  kLazyBit = -8,     // negative or conjugate bit set
+};
+
+constexpr int kMaxDims = 65;  // torch allows 64; complex tensors get one more
+
+struct Dims {
+  int count = 0;
+  int64_t size[kMaxDims];
+  int64_t stride[kMaxDims];  // in elements of the real format
+};
+
+struct TensorView {
+  const char* data = nullptr;
+  DType dtype = DType::kFloat32;
+  bool is_complex = false;  // seen as real numbers with one more dimension, of size 2
+  dlpack::Device device{};
+  uint64_t elements = 0;  // logical, of the real format
+  Dims logical;           // as the user sees it
+};
+
+// What the walk over memory needs: `runs` flat runs of `run` elements, `run_stride` apart when there
+// is one outer dimension, at the odometer of `outer` in general. All of it is repeated `repeat`
+// times logically (stride-0 dimensions).
+struct MemoryLayout {
+  Dims outer;              // slowest first
+  int64_t run = 1;         // elements of the innermost dimension
+  int64_t run_stride = 1;  // their distance; 1 is flat memory
+  uint64_t repeat = 1;
+  uint64_t stored = 1;          // elements to read
+  bool row_major_flat = false;  // memory order is logical order, and flat
+};
+
+// Makes torch's types and exchange table known. Once, before any other call; raises on mismatch.
+bool initialize_torch(PyObject* tensor_type, PyObject* parameter_type, PyObject* exchange_capsule);
+
+// Fills `view`. Never leaves a Python error set. No synchronisation.
+Status view_tensor(PyObject* object, TensorView& view);
+
+// Sorts, drops and coalesces dimensions, so that dense tensors in any dimension order become flat.
+void plan_layout(const TensorView& view, MemoryLayout& layout);
+
+}  // namespace nanscan

@@ -1,0 +1,70 @@
+"""Drives CMake and Ninja to build nanscan._C; everything else is in pyproject.toml.
+
+NANSCAN_CUDA=auto|0|1 (default auto): use nvcc where found, never, or fail without it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+class CMakeBuild(build_ext):
+    """Configures and builds csrc/ in build/, which stays, so that editable installs are incremental."""
+
+    def build_extension(self, ext: Extension) -> None:
+        cuda = os.environ.get("NANSCAN_CUDA", "auto")
+        if cuda not in ("auto", "0", "1"):
+            raise SystemExit(f"nanscan: NANSCAN_CUDA must be auto, 0 or 1, got {cuda!r}")
+        require_compiler()
+        build = ROOT / "build" / sys.implementation.cache_tag
+        build.mkdir(parents=True, exist_ok=True)
+        run(
+            "cmake",
+            *("-S", str(ROOT / "csrc"), "-B", str(build), "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DNANSCAN_CUDA={cuda}",
+            f"-DNANSCAN_PYBIND11_INCLUDE={stable_pybind11_include(build)}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        )
+        run("cmake", "--build", str(build))
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(build / target.name, target)
+
+
+def require_compiler() -> None:
+    candidates = [os.environ.get("CXX", "").split(" ")[0], "c++", "g++", "clang++"]
+    if not any(name and shutil.which(name) for name in candidates):
+        raise SystemExit(
+            "nanscan: no C++ compiler found. Install one (Debian, Ubuntu: apt install g++; Fedora: "
+            "dnf install gcc-c++; conda: conda install cxx-compiler; macOS: xcode-select --install) "
+            "or point CXX at it."
+        )
+
+
+def stable_pybind11_include(build: Path) -> Path:
+    """pip's build environment has a new path each time; a copy keeps Ninja from rebuilding."""
+    import pybind11
+
+    copy = build / f"pybind11-{pybind11.__version__}"
+    if not copy.exists():
+        shutil.copytree(pybind11.get_include(), copy)
+    return copy
+
+
+def run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"nanscan: `{command[0]}` failed, see its messages above") from error
+
+
+setup(ext_modules=[Extension("nanscan._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
