@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ninja
+import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -25,16 +27,15 @@ class CMakeBuild(build_ext):
         require_compiler()
         build = ROOT / "build" / sys.implementation.cache_tag
         build.mkdir(parents=True, exist_ok=True)
-        run(
-            "cmake",
+        cmake(
             *("-S", str(ROOT / "csrc"), "-B", str(build), "-G", "Ninja"),
-            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
+            f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DNANSCAN_CUDA={cuda}",
             f"-DNANSCAN_PYBIND11_INCLUDE={stable_pybind11_include(build)}",
             f"-DPython_EXECUTABLE={sys.executable}",
         )
-        run("cmake", "--build", str(build))
+        cmake("--build", str(build))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(build / target.name, target)
@@ -52,19 +53,16 @@ def require_compiler() -> None:
 
 def stable_pybind11_include(build: Path) -> Path:
     """pip's build environment has a new path each time; a copy keeps Ninja from rebuilding."""
-    import pybind11
-
     copy = build / f"pybind11-{pybind11.__version__}"
     if not copy.exists():
         shutil.copytree(pybind11.get_include(), copy)
     return copy
 
 
-def run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True)
-    except subprocess.CalledProcessError as error:
-        raise SystemExit(f"nanscan: `{command[0]}` failed, see its messages above") from error
+def cmake(*arguments: str) -> None:
+    """Runs the CMake of the build requirements, whatever older one is on PATH."""
+    if subprocess.run([sys.executable, "-m", "cmake", *arguments], check=False).returncode:
+        raise SystemExit("nanscan: the C++ build failed, see CMake's messages above")
 
 
 setup(ext_modules=[Extension("nanscan._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -5,6 +5,7 @@
 // cost no attribute look-up, no argument tuple and no type cast.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstring>
 #include <string>
