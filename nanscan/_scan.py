@@ -1,0 +1,349 @@
+"""check, check_many, assert_finite: one tensor, one pass, one result."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from nanscan import _C, _reference
+from nanscan._errors import NonFiniteError
+from nanscan._row import ROW
+from nanscan._tensors import DTYPES, Unscannable, plain_parts, reason
+
+_FIELDS = struct.Struct("<7Q4I2d2Q24x")
+_SIGN = 1 << 63
+_ALL = (1 << 64) - 1
+
+
+def _value_of_key(key: int) -> float | None:
+    if key == 0:
+        return None
+    bits = key ^ _SIGN if key & _SIGN else key ^ _ALL
+    value: float = struct.unpack("<d", struct.pack("<Q", bits))[0]
+    return value
+
+
+class ScanResult:
+    """What one pass over a tensor found. Immutable.
+
+    Counts and extremes of a complex tensor are those of its real and imaginary parts, so `numel` is
+    twice the tensor's. Extremes and moments are over finite values; they are None where there is
+    none.
+
+    Attributes:
+        shape: of the tensor that was scanned.
+        dtype: of the tensor that was scanned.
+        numel: elements scanned; over all calls where several were merged.
+        nan_count: elements that are NaN, whatever their sign and payload.
+        posinf_count: elements that are +Inf.
+        neginf_count: elements that are -Inf.
+        calls: scans merged into this result.
+
+    Synchronization: none until a value is read; then it waits for the scan. On the CPU the scan is
+        done when `check` returns.
+    """
+
+    __slots__ = (
+        "_first_bad",
+        "_max_key",
+        "_min_key",
+        "_moments",
+        "calls",
+        "dtype",
+        "nan_count",
+        "neginf_count",
+        "numel",
+        "posinf_count",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        row: bytes | np.void,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        moments: bool = False,
+    ) -> None:
+        (
+            self.numel,
+            self.nan_count,
+            self.posinf_count,
+            self.neginf_count,
+            self._max_key,
+            self._min_key,
+            self._first_bad,
+            self.calls,
+            *_,
+            total,
+            squares,
+            zeros,
+            subnormals,
+        ) = _FIELDS.unpack(row if isinstance(row, bytes) else row.tobytes())
+        self.shape = shape
+        self.dtype = dtype
+        self._moments = (total, squares, zeros, subnormals) if moments else None
+
+    @property
+    def inf_count(self) -> int:
+        """Elements that are +Inf or -Inf."""
+        return self.posinf_count + self.neginf_count
+
+    @property
+    def nonfinite_count(self) -> int:
+        """Elements that are NaN, +Inf or -Inf."""
+        return self.nan_count + self.inf_count
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is finite; True for an empty tensor."""
+        return self.nonfinite_count == 0
+
+    @property
+    def min(self) -> float | None:
+        """Smallest finite value; -0.0 counts as smaller than +0.0."""
+        return _value_of_key(self._min_key ^ _ALL if self._min_key else 0)
+
+    @property
+    def max(self) -> float | None:
+        """Largest finite value."""
+        return _value_of_key(self._max_key)
+
+    @property
+    def absmax(self) -> float | None:
+        """Largest finite magnitude: max(|min|, |max|)."""
+        low, high = self.min, self.max
+        return None if low is None or high is None else max(abs(low), abs(high))
+
+    @property
+    def first_nonfinite(self) -> tuple[int, ...] | None:
+        """Index of the first non-finite element in row-major order, or None if all are finite."""
+        if self._first_bad == 0:
+            return None
+        flat = self._first_bad ^ _ALL
+        if self.dtype.is_complex:
+            flat //= 2
+        if flat >= math.prod(self.shape):  # merged calls of different shapes
+            return None
+        return tuple(int(i) for i in np.unravel_index(flat, self.shape)) if self.shape else ()
+
+    def _moment(self, index: int) -> float:
+        if self._moments is None:
+            raise AttributeError(
+                "nanscan: this scan took no moments; ask for them with check(x, moments=True)"
+            )
+        return self._moments[index]
+
+    def _per_finite(self, total: float) -> float | None:
+        finite = self.numel - self.nonfinite_count
+        return total / finite if finite else None
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the finite values, summed in float64."""
+        return self._per_finite(self._moment(0))
+
+    @property
+    def rms(self) -> float | None:
+        """Root mean square of the finite values."""
+        square = self._per_finite(self._moment(1))
+        return None if square is None else math.sqrt(square)
+
+    @property
+    def std(self) -> float | None:
+        """Population standard deviation of the finite values: sqrt(E[x^2] - E[x]^2)."""
+        mean, square = self.mean, self._per_finite(self._moment(1))
+        if mean is None or square is None:
+            return None
+        variance = square - mean * mean
+        return math.sqrt(variance) if variance > 0 else 0.0 if variance <= 0 else variance
+
+    @property
+    def zero_count(self) -> int:
+        """Elements that are +0.0 or -0.0."""
+        return int(self._moment(2))
+
+    @property
+    def subnormal_count(self) -> int:
+        """Elements that are subnormal in the tensor's own format."""
+        return int(self._moment(3))
+
+    def ready(self) -> bool:
+        """Whether reading a value would not block. Synchronization: none."""
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every value under its attribute's name, as plain Python objects fit for JSON."""
+        names = [
+            *("numel", "nan_count", "posinf_count", "neginf_count", "inf_count"),
+            *("nonfinite_count", "is_finite", "min", "max", "absmax", "first_nonfinite", "calls"),
+        ]
+        if self._moments is not None:
+            names += ["mean", "std", "rms", "zero_count", "subnormal_count"]
+        values = {name: getattr(self, name) for name in names}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": list(self.shape), **values}
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("nanscan: a ScanResult has no truth value; read .is_finite")
+
+    def __repr__(self) -> str:
+        values = self.to_dict()
+        dtype, shape = values.pop("dtype"), values.pop("shape")
+        body = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return f"ScanResult({dtype} {shape}, {body})"
+
+
+def check(x: torch.Tensor, *, moments: bool = False) -> ScanResult:
+    """Scans one tensor of any shape and layout in one pass.
+
+    Args:
+        x: floating-point or complex tensor. Sparse tensors are scanned over their stored values,
+            tensor subclasses over what they wrap (DTensor: the local shard).
+        moments: also take mean, std, rms and the counts of zeros and subnormals.
+
+    Returns:
+        What was found. `first_nonfinite` is the first in row-major order.
+
+    Raises:
+        TypeError: `x` is no tensor, not floating point, or of a kind that cannot be scanned.
+        ValueError: `x` has elements but no data (meta device, freed storage).
+
+    Synchronization: none on the CPU. A tensor on another device is copied to the host in this
+        version.
+    """
+    row = _C.scan_once(x, moments)
+    if isinstance(row, bytes):
+        return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
+    return _check_other(x, row, moments=moments)
+
+
+def _check_other(x: torch.Tensor, status: int, *, moments: bool) -> ScanResult:
+    """Everything the core does not take as it is: unwraps it, or says what is wrong."""
+    if not isinstance(x, torch.Tensor):
+        hint = "; use check_many for a list, tuple or dict" if isinstance(x, (list, tuple, dict)) else ""
+        raise TypeError(f"nanscan: expected a torch.Tensor, got {_type_name(x)}{hint}")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"nanscan: expected a floating-point tensor, got {x.dtype}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"nanscan: no kernel for {x.dtype}; supported are {_dtype_names()}")
+    if x.is_meta:
+        raise ValueError("nanscan: expected a tensor with data, got one on the meta device")
+    if status == _C.NO_DATA:
+        raise ValueError(
+            f"nanscan: expected a tensor with data, got one of shape {list(x.shape)} whose storage "
+            "is freed"
+        )
+    if status == _C.OTHER_DEVICE:
+        row = _reference.scan(x, moments=moments)
+        return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
+    return _check_parts(x, moments=moments)
+
+
+def _check_parts(x: torch.Tensor, *, moments: bool) -> ScanResult:
+    try:
+        parts = plain_parts(x)
+    except Unscannable as why:
+        raise TypeError(f"nanscan: cannot scan this {_type_name(x)}: {why}") from None
+    if len(parts) != 1:
+        names = ", ".join(name for name, _ in parts) or "none"
+        raise TypeError(
+            f"nanscan: a {_type_name(x)} has several or no floating-point parts ({names}); "
+            "check them one by one"
+        )
+    plain = parts[0][1]
+    row = _C.scan_once(plain, moments)
+    if isinstance(row, bytes):
+        return ScanResult(row, tuple(plain.shape), plain.dtype, moments=moments)
+    if row == _C.OTHER_DEVICE:
+        return ScanResult(
+            _reference.scan(plain, moments=moments), tuple(plain.shape), plain.dtype, moments=moments
+        )
+    kind = ValueError if row == _C.NO_DATA else TypeError
+    raise kind(f"nanscan: cannot scan this {_type_name(x)}: {reason(plain, row)}")
+
+
+def _type_name(x: object) -> str:
+    kind = type(x)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _dtype_names() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+
+
+def check_many(tensors: Any, *, moments: bool = False) -> Any:
+    """Scans every tensor of a pytree.
+
+    Args:
+        tensors: any nesting of lists, tuples, dicts, named tuples and registered pytree nodes with
+            tensors as leaves. A None leaf (a gradient that is not there) stays None.
+        moments: as for `check`.
+
+    Returns:
+        The same structure with a ScanResult for each tensor.
+
+    Raises:
+        TypeError: as for `check`; the message names the leaf.
+        ValueError: as for `check`; the message names the leaf.
+
+    Synchronization: as for `check`.
+    """
+
+    def scan_leaf(path: tuple[Any, ...], leaf: Any) -> ScanResult | None:
+        if leaf is None:
+            return None
+        try:
+            return check(leaf, moments=moments)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error} (at {pytree.keystr(path) or 'the root'})") from None
+
+    return pytree.tree_map_with_path(scan_leaf, tensors)
+
+
+def assert_finite(x: torch.Tensor, name: str | None = None) -> None:
+    """Raises unless every element of a tensor is finite.
+
+    Args:
+        x: as for `check`.
+        name: what to call the tensor in the error.
+
+    Raises:
+        NonFiniteError: with counts, the first index and the range of the finite values; `.result`
+            holds the ScanResult.
+        TypeError: as for `check`.
+        ValueError: as for `check`.
+
+    Synchronization: waits for the scan.
+    """
+    result = check(x)
+    if result.is_finite:
+        return
+    raise NonFiniteError(
+        f"nanscan: {name or 'tensor'} is not finite: {describe(result)}", result=result
+    )
+
+
+def describe(result: ScanResult) -> str:
+    """One line: what is wrong, of how many, where first, and the range of the rest."""
+    counts = [
+        f"{count} {name}"
+        for count, name in (
+            (result.nan_count, "NaN"),
+            (result.posinf_count, "+Inf"),
+            (result.neginf_count, "-Inf"),
+        )
+        if count
+    ]
+    dtype = str(result.dtype).removeprefix("torch.")
+    text = f"{', '.join(counts) or 'all finite'} of {result.numel} ({dtype} {list(result.shape)})"
+    if result.first_nonfinite is not None:
+        text += f", first at {result.first_nonfinite}"
+    if result.min is None:
+        return text + (", no finite value" if result.numel else "")
+    return text + f", finite values in [{result.min:.6g}, {result.max:.6g}]"
