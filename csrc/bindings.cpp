@@ -10,6 +10,7 @@
 #include <cstring>
 #include <string>
 
+#include "calls.h"
 #include "cpu/scan.h"
 #include "table.h"
 
@@ -18,10 +19,17 @@ namespace py = pybind11;
 namespace nanscan {
 namespace {
 
-constexpr const char* kTableCapsule = "nanscan.Table";
+// The names of capsules, which make them type-safe.
+template <typename T>
+constexpr const char* kCapsule = nullptr;
+template <>
+constexpr const char* kCapsule<Table> = "nanscan.Table";
+template <>
+constexpr const char* kCapsule<Calls> = "nanscan.Calls";
 
-Table* table_of(PyObject* capsule) {
-  return static_cast<Table*>(PyCapsule_GetPointer(capsule, kTableCapsule));
+template <typename T>
+T* self_of(PyObject* capsule) {
+  return static_cast<T*>(PyCapsule_GetPointer(capsule, kCapsule<T>));
 }
 
 // A row index from Python; -2 with IndexError set when it is none. -1 passes when `optional`.
@@ -34,30 +42,32 @@ int row_index(PyObject* object, const Table& table, bool optional) {
   return -2;
 }
 
-bool expect_arguments(Py_ssize_t count, Py_ssize_t expected) {
-  if (count == expected) return true;
-  PyErr_Format(PyExc_TypeError, "nanscan: expected %zd arguments, got %zd", expected, count);
+bool expect_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
+  if (count >= least && count <= most) return true;
+  PyErr_Format(PyExc_TypeError, "nanscan: expected %zd arguments, got %zd", most, count);
   return false;
 }
 
+PyObject* none_if(bool succeeded) { return succeeded ? Py_NewRef(Py_None) : nullptr; }
+
 PyObject* table_scan(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Table* table = table_of(self);
-  if (!table || !expect_arguments(count, 2)) return nullptr;
+  Table* table = self_of<Table>(self);
+  if (!table || !expect_arguments(count, 2, 2)) return nullptr;
   const int row = row_index(args[1], *table, false);
   return row < 0 ? nullptr : PyLong_FromLong(table->scan(args[0], row));
 }
 
 PyObject* table_visit(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Table* table = table_of(self);
-  if (!table || !expect_arguments(count, 2)) return nullptr;
+  Table* table = self_of<Table>(self);
+  if (!table || !expect_arguments(count, 2, 2)) return nullptr;
   const int row = row_index(args[1], *table, true);
   return row < -1 ? nullptr : PyLong_FromLong(table->visit(args[0], row));
 }
 
 // scan_many(tensors: list, rows: list) -> list of (position, status) of those not scanned.
 PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Table* table = table_of(self);
-  if (!table || !expect_arguments(count, 2)) return nullptr;
+  Table* table = self_of<Table>(self);
+  if (!table || !expect_arguments(count, 2, 2)) return nullptr;
   if (!PyList_Check(args[0]) || !PyList_Check(args[1]) ||
       PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1])) {
     PyErr_SetString(PyExc_TypeError, "nanscan: scan_many expects two lists of one length");
@@ -85,7 +95,7 @@ PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t coun
 
 // scan_once(tensor, moments: bool) -> 128 bytes of a Row, or a negative status.
 PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (!expect_arguments(count, 2)) return nullptr;
+  if (!expect_arguments(count, 2, 2)) return nullptr;
   const int moments = PyObject_IsTrue(args[1]);
   if (moments < 0) return nullptr;
   TensorView view;
@@ -93,6 +103,20 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Status status = scan_once(args[0], moments != 0, view, row);
   if (status != kOk) return PyLong_FromLong(status);
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&row), sizeof row);
+}
+
+// before(module, args[, kwargs])
+PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Calls* calls = self_of<Calls>(self);
+  if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
+  return none_if(calls->before(args[0], args[1], count == 3 ? args[2] : nullptr));
+}
+
+// after(module, kwargs[, output]); without an output the module raised.
+PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Calls* calls = self_of<Calls>(self);
+  if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
+  return none_if(calls->after(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
 // METH_FASTCALL functions are stored under the type of METH_VARARGS ones; CPython casts back.
@@ -107,15 +131,15 @@ py::object builtin(PyMethodDef* definition, py::handle self) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(definition, self.ptr()));
 }
 
-// A capsule that keeps the Python Table alive.
-py::capsule capsule_of(py::object table) {
-  Table* pointer = table.cast<Table*>();
-  py::capsule capsule(pointer, kTableCapsule);
-  PyCapsule_SetContext(capsule.ptr(), table.release().ptr());
+// A bound raw function: its capsule keeps the Python object alive.
+template <typename T, PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
+py::object bound(py::object object, const char* name, const char* doc) {
+  py::capsule capsule(object.cast<T*>(), kCapsule<T>);
+  PyCapsule_SetContext(capsule.ptr(), object.release().ptr());
   PyCapsule_SetDestructor(capsule.ptr(), [](PyObject* self) {
     Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(self)));
   });
-  return capsule;
+  return builtin(method<f>(name, doc), capsule);
 }
 
 void snapshot(Table& table, py::array_t<uint8_t, py::array::c_style> rows,
@@ -130,9 +154,15 @@ const char* const kDTypeNames[kDTypeCount] = {
     "float16",     "bfloat16",        "float32",         "float64",
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"};
 
+const RowContext& context_of(const Table& table, int row) {
+  if (row < 0 || row >= table.size())
+    throw py::index_error("nanscan: row " + std::to_string(row) + " is outside a table of " +
+                          std::to_string(table.size()) + " rows");
+  return table.context(row);
+}
+
 py::object describe(const Table& table, int row) {
-  if (row < 0 || row >= table.size()) throw py::index_error("nanscan: no such row");
-  const RowContext& context = table.context(row);
+  const RowContext& context = context_of(table, row);
   if (!context.described) return py::none();
   const char* name = kDTypeNames[static_cast<int>(context.dtype)];
   if (context.is_complex)
@@ -149,21 +179,47 @@ void define_table(py::module_& m) {
       .def(py::init<>())
       .def("add_row", &Table::add_row)
       .def("__len__", &Table::size)
+      .def_property_readonly("visits", &Table::visits)
+      .def("order", [](const Table& table, int row) { return context_of(table, row).order; })
       .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert())
       .def("describe", &describe)
-      .def_property_readonly("visit",
-                             [](py::object self) {
-                               return builtin(method<table_visit>("visit", "visit(tensor, row)"),
-                                              capsule_of(std::move(self)));
-                             })
-      .def_property_readonly("scan",
-                             [](py::object self) {
-                               return builtin(method<table_scan>("scan", "scan(tensor, row)"),
-                                              capsule_of(std::move(self)));
-                             })
+      .def_property_readonly("visit", [](py::object self) {
+        return bound<Table, table_visit>(std::move(self), "visit", "visit(tensor, row)");
+      })
+      .def_property_readonly("scan", [](py::object self) {
+        return bound<Table, table_scan>(std::move(self), "scan", "scan(tensor, row)");
+      })
       .def_property_readonly("scan_many", [](py::object self) {
-        return builtin(method<table_scan_many>("scan_many", "scan_many(tensors, rows)"),
-                       capsule_of(std::move(self)));
+        return bound<Table, table_scan_many>(std::move(self), "scan_many",
+                                             "scan_many(tensors, rows)");
+      });
+}
+
+void define_calls(py::module_& m) {
+  py::class_<Calls>(m, "Calls")
+      .def(py::init([](Table& table, py::handle slow, bool inputs, bool outputs, bool late) {
+             return std::make_unique<Calls>(table, slow.ptr(), inputs, outputs, late);
+           }),
+           py::arg("table"), py::arg("slow"), py::arg("inputs"), py::arg("outputs"),
+           py::arg("late_keywords"), py::keep_alive<1, 2>())
+      .def("add", [](Calls& calls, uintptr_t module, py::handle place) {
+        calls.add(reinterpret_cast<const void*>(module), place.ptr());
+      })
+      .def("remove", [](Calls& calls, uintptr_t module) {
+        calls.remove(reinterpret_cast<const void*>(module));
+      })
+      .def("forget_running", &Calls::forget_running)
+      .def_property_readonly("running", [](Calls& calls) {
+        PyObject* place = calls.running();
+        return place ? py::reinterpret_borrow<py::object>(place) : py::none();
+      })
+      .def_property_readonly("before", [](py::object self) {
+        return bound<Calls, calls_before>(std::move(self), "before",
+                                          "before(module, args[, kwargs])");
+      })
+      .def_property_readonly("after", [](py::object self) {
+        return bound<Calls, calls_after>(std::move(self), "after",
+                                         "after(module, kwargs[, output])");
       });
 }
 
@@ -203,6 +259,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled core of nanscan; see _C.pyi.";
   define_status(m);
   define_table(m);
+  define_calls(m);
   m.attr("scan_once") = builtin(
       method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
   m.def("initialize", &initialize);

@@ -68,6 +68,46 @@ bool refers_to(PyObject* weakref, PyObject* object) {
 
 }  // namespace
 
+SeenTensors::Entry& SeenTensors::slot(PyObject* tensor) {
+  // Objects lie 16 bytes apart at least; multiplying spreads what is left (Fibonacci hashing).
+  const uint64_t hash = (reinterpret_cast<uintptr_t>(tensor) >> 4) * 0x9E3779B97F4A7C15u;
+  const size_t mask = entries_.size() - 1;
+  size_t i = (hash >> 32) & mask;
+  while (entries_[i].tensor && entries_[i].tensor != tensor) i = (i + 1) & mask;
+  return entries_[i];
+}
+
+SeenTensors::Entry* SeenTensors::find(PyObject* tensor) {
+  Entry& entry = slot(tensor);
+  return entry.tensor ? &entry : nullptr;
+}
+
+void SeenTensors::put(PyObject* tensor, PyObject* weakref, int64_t version, int row) {
+  if (2 * used_ >= entries_.size()) grow();
+  Entry& entry = slot(tensor);
+  if (entry.tensor)
+    Py_DECREF(entry.weakref);
+  else
+    ++used_;
+  entry = {tensor, weakref, version, row};
+}
+
+void SeenTensors::clear() {
+  if (used_ == 0) return;
+  for (Entry& entry : entries_) {
+    if (entry.tensor) Py_DECREF(entry.weakref);
+    entry.tensor = nullptr;
+  }
+  used_ = 0;
+}
+
+void SeenTensors::grow() {
+  std::vector<Entry> old(2 * entries_.size());
+  old.swap(entries_);
+  for (const Entry& entry : old)
+    if (entry.tensor) slot(entry.tensor) = entry;
+}
+
 int Table::add_row() {
   const int index = size();
   if (index % kRowsPerChunk == 0) chunks_.push_back(std::make_unique<Row[]>(kRowsPerChunk));
@@ -88,14 +128,14 @@ Status Table::scan(PyObject* tensor, int index) {
 }
 
 int Table::visit(PyObject* tensor, int index) {
-  const auto found = seen_.find(tensor);
-  const bool known = found != seen_.end();
   int64_t version = kNoVersion;
+  const SeenTensors::Entry* seen = seen_.find(tensor);
+  const bool known = seen != nullptr;
   if (known) {
-    const Seen seen = found->second;
+    const SeenTensors::Entry entry = *seen;  // asking for the version may run other code
     version = version_of(tensor, expect_inference_);
-    if (version != kNoVersion && seen.version == version && refers_to(seen.weakref, tensor))
-      return seen.row;
+    if (version != kNoVersion && entry.version == version && refers_to(entry.weakref, tensor))
+      return entry.row;
   }
   if (index < 0) {
     TensorView view;
@@ -107,13 +147,10 @@ int Table::visit(PyObject* tensor, int index) {
   if (!known) version = version_of(tensor, expect_inference_);
   if (version == kNoVersion) return index;
   PyObject* weakref = PyWeakref_NewRef(tensor, nullptr);
-  if (!weakref) {
+  if (weakref)
+    seen_.put(tensor, weakref, version, index);
+  else
     PyErr_Clear();
-    return index;
-  }
-  Seen& entry = seen_[tensor];  // looked up again: a large scan lets other threads change the map
-  Py_XDECREF(entry.weakref);
-  entry = {weakref, version, index};
   return index;
 }
 
@@ -126,11 +163,6 @@ void Table::snapshot(Row* rows, uint64_t* order) {
     contexts_[i].order = 0;
   }
   visits_ = 0;
-  forget_seen();
-}
-
-void Table::forget_seen() {
-  for (auto& entry : seen_) Py_DECREF(entry.second.weakref);
   seen_.clear();
 }
 

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <unordered_map>
 #include <vector>
 
 #include "row.h"
@@ -25,15 +24,44 @@ struct RowContext {
   uint64_t order = 0;          // position among this step's first visits, from 1; 0: not visited
 };
 
+// Tensors that were visited since the last snapshot, by identity. Holds weak references, so nothing
+// stays alive and an address that is used again is not mistaken. Open addressing: one cache line a
+// look-up, no allocation but the weak reference.
+class SeenTensors {
+ public:
+  struct Entry {
+    PyObject* tensor;  // null: free
+    PyObject* weakref;
+    int64_t version;
+    int row;
+  };
+
+  SeenTensors() : entries_(kInitial) {}
+  ~SeenTensors() { clear(); }
+
+  Entry* find(PyObject* tensor);  // null: never seen at this address
+  void put(PyObject* tensor, PyObject* weakref, int64_t version, int row);  // steals weakref
+  void clear();
+
+ private:
+  static constexpr size_t kInitial = 256;  // a power of two, as every later size
+
+  Entry& slot(PyObject* tensor);
+  void grow();
+
+  std::vector<Entry> entries_;
+  size_t used_ = 0;
+};
+
 class Table {
  public:
   Table() = default;
-  ~Table() { forget_seen(); }
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
 
   int add_row();
   int size() const { return static_cast<int>(contexts_.size()); }
+  uint64_t visits() const { return visits_; }
   const RowContext& context(int row) const { return contexts_[row]; }
 
   // Scans into a row. Large tensors release the GIL meanwhile.
@@ -49,21 +77,15 @@ class Table {
 
  private:
   static constexpr int kRowsPerChunk = 512;
-  struct Seen {
-    PyObject* weakref;
-    int64_t version;
-    int row;
-  };
 
   Row& row(int index) { return chunks_[index / kRowsPerChunk][index % kRowsPerChunk]; }
   void note_visit(int index) {
     if (contexts_[index].order == 0) contexts_[index].order = ++visits_;
   }
-  void forget_seen();
 
   std::vector<std::unique_ptr<Row[]>> chunks_;
   std::vector<RowContext> contexts_;
-  std::unordered_map<PyObject*, Seen> seen_;
+  SeenTensors seen_;
   uint64_t visits_ = 0;
   uint32_t last_ticket_ = 0;
   bool expect_inference_ = false;

@@ -85,6 +85,7 @@ Status view_tensor(PyObject* object, TensorView& view) {
     PyErr_Clear();
     return kNoView;
   }
+  if (t.ndim >= kMaxDims) return kNoView;
   const int format = format_of(t.dtype, view.is_complex);
   if (format < 0) return static_cast<Status>(format);
   if (call_bool(object, name_is_neg)) return kLazyBit;

@@ -20,11 +20,11 @@ enum Status : int {
   kBadFormat = -4,   // a floating format without a kernel
   kOtherDevice = -5,
   kNoData = -6,      // elements, but a null pointer: freed storage, a fake or wrapper tensor
-  kNoView = -7,      // torch refused a view: sparse, meta, quantised, functorch, ...
+  kNoView = -7,      // torch refused a view: sparse, meta, quantised, functorch, ...; or > 64 dims
   kLazyBit = -8,     // negative or conjugate bit set
 };
 
-constexpr int kMaxDims = 65;  // torch allows 64; complex tensors get one more
+constexpr int kMaxDims = 65;  // 64, and one more for complex tensors; torch's own limit is higher
 
 struct Dims {
   int count = 0;

@@ -1,15 +1,25 @@
 """Finds the layer, the tensor and the step in which a PyTorch model first went NaN or Inf."""
 
 from nanscan._errors import NonFiniteError, NonFiniteWarning
+from nanscan._judge import Cause, Finding
+from nanscan._monitor import Monitor, disable, enable, watch
 from nanscan._scan import ScanResult, assert_finite, check, check_many
+from nanscan._sites import Site
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cause",
+    "Finding",
+    "Monitor",
     "NonFiniteError",
     "NonFiniteWarning",
     "ScanResult",
+    "Site",
     "assert_finite",
     "check",
     "check_many",
+    "disable",
+    "enable",
+    "watch",
 ]

@@ -117,8 +117,11 @@ class ScanResult:
     @property
     def absmax(self) -> float | None:
         """Largest finite magnitude: max(|min|, |max|)."""
-        low, high = self.min, self.max
-        return None if low is None or high is None else max(abs(low), abs(high))
+        if self._max_key == 0:
+            return None
+        # As integers: a comparison of floats takes subnormals for 0 under flush-to-zero.
+        keys = (self._max_key, self._min_key ^ _ALL)
+        return _value_of_key(max(key if key & _SIGN else key ^ _ALL for key in keys) | _SIGN)
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:
@@ -220,7 +223,8 @@ def check(x: torch.Tensor, *, moments: bool = False) -> ScanResult:
     row = _C.scan_once(x, moments)
     if isinstance(row, bytes):
         return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
-    return _check_other(x, row, moments=moments)
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - a subclass may redefine anything
+        return _check_other(x, row, moments=moments)
 
 
 def _check_other(x: torch.Tensor, status: int, *, moments: bool) -> ScanResult:
@@ -332,7 +336,7 @@ def assert_finite(x: torch.Tensor, name: str | None = None) -> None:
 def describe(result: ScanResult) -> str:
     """One line: what is wrong, of how many, where first, and the range of the rest."""
     counts = [
-        f"{count} {name}"
+        f"{count:,} {name}"
         for count, name in (
             (result.nan_count, "NaN"),
             (result.posinf_count, "+Inf"),
@@ -341,7 +345,7 @@ def describe(result: ScanResult) -> str:
         if count
     ]
     dtype = str(result.dtype).removeprefix("torch.")
-    text = f"{', '.join(counts) or 'all finite'} of {result.numel} ({dtype} {list(result.shape)})"
+    text = f"{', '.join(counts) or 'all finite'} of {result.numel:,} ({dtype} {list(result.shape)})"
     if result.first_nonfinite is not None:
         text += f", first at {result.first_nonfinite}"
     if result.min is None:

@@ -45,6 +45,8 @@ def reason(tensor: torch.Tensor, status: int) -> str:
         return f"there is no kernel for {tensor.dtype}"
     if status == _C.OTHER_DEVICE:
         return f"it is on {tensor.device}; this version scans CPU tensors"
+    if status == _C.NO_VIEW and tensor.dim() > 64:  # noqa: PLR2004 - kMaxDims
+        return f"it has {tensor.dim()} dimensions, and 64 are the most that nanscan takes"
     return _REASONS.get(status, f"status {status}")
 
 

@@ -1,0 +1,185 @@
+#include "calls.h"
+
+#include <algorithm>
+
+namespace nanscan {
+namespace {
+
+uint64_t next_serial() {
+  static uint64_t last = 0;
+  return ++last;
+}
+
+// Calls slow.name(...) with borrowed arguments. Returns a new reference or null.
+template <typename... Args>
+PyObject* call(PyObject* slow, PyObject* name, Args... args) {
+  PyObject* arguments[] = {slow, args...};
+  return PyObject_VectorcallMethod(name, arguments,
+                                   (1 + sizeof...(args)) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+}
+
+bool succeeded(PyObject* result) {
+  Py_XDECREF(result);
+  return result != nullptr;
+}
+
+// A row index that `slow` returned; -1 with an error set if it is none.
+int take_row(PyObject* result) {
+  if (!result) return -1;
+  const long row = PyLong_AsLong(result);
+  Py_DECREF(result);
+  return static_cast<int>(row);
+}
+
+}  // namespace
+
+Calls::Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_keywords)
+    : table_(table),
+      slow_(slow),
+      inputs_(inputs),
+      outputs_(outputs),
+      late_keywords_(late_keywords),
+      serial_(next_serial()),
+      name_unknown_(PyUnicode_InternFromString("unknown")),
+      name_first_call_(PyUnicode_InternFromString("first_call")),
+      name_input_(PyUnicode_InternFromString("new_input")),
+      name_keywords_(PyUnicode_InternFromString("keywords")),
+      name_output_(PyUnicode_InternFromString("new_output")),
+      name_forward_ended_(PyUnicode_InternFromString("forward_ended")) {}
+
+Calls::~Calls() {
+  forget_running();
+  for (auto& entry : modules_) release(entry.second);
+  for (PyObject* name : {name_unknown_, name_first_call_, name_input_, name_keywords_, name_output_,
+                         name_forward_ended_})
+    Py_DECREF(name);
+}
+
+void Calls::release(Module* module) {
+  if (--module->references > 0) return;
+  Py_DECREF(module->place);
+  delete module;
+}
+
+void Calls::add(const void* module, PyObject* place) {
+  remove(module);
+  modules_[module] = new Module{Py_NewRef(place)};
+}
+
+void Calls::remove(const void* module) {
+  const auto found = modules_.find(module);
+  if (found == modules_.end()) return;
+  Module* entry = found->second;
+  modules_.erase(found);
+  release(entry);
+}
+
+void Calls::forget_running() {
+  for (auto& entry : stacks_) {
+    Stack stack;
+    stack.swap(entry.second);
+    for (Module* module : stack) release(module);
+  }
+}
+
+Calls::Module* Calls::find(PyObject* module) const {
+  const auto found = modules_.find(module);
+  return found == modules_.end() ? nullptr : found->second;
+}
+
+Calls::Stack& Calls::stack() {
+  static thread_local uint64_t owner = 0;
+  static thread_local Stack* latest = nullptr;
+  if (owner != serial_) {
+    latest = &stacks_[PyThread_get_thread_ident()];
+    owner = serial_;
+  }
+  return *latest;
+}
+
+PyObject* Calls::running() {
+  const Stack& s = stack();
+  return s.empty() ? nullptr : s.back()->place;
+}
+
+bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
+  Module* entry = find(module);
+  if (!entry) {
+    if (!succeeded(call(slow_, name_unknown_, module))) return false;
+    if (!(entry = find(module))) return true;  // not to be watched
+  }
+  if (!entry->called) {
+    entry->called = true;
+    if (!succeeded(call(slow_, name_first_call_, entry->place))) return false;
+  }
+  stack().push_back(acquire(entry));
+  if (!inputs_) return true;
+  return visit_inputs(*entry, args) && (late_keywords_ || visit_keywords(*entry, kwargs));
+}
+
+bool Calls::visit_inputs(Module& module, PyObject* args) {
+  if (!PyTuple_Check(args)) return true;
+  const Py_ssize_t count = PyTuple_GET_SIZE(args);
+  if (static_cast<size_t>(count) > module.arguments.size()) module.arguments.resize(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Argument& argument = module.arguments[i];
+    PyObject* x = PyTuple_GET_ITEM(args, i);
+    const int row = table_.visit(x, argument.row);
+    if (row == kNotFloat) continue;
+    if (row >= 0 && std::find(argument.sources, argument.sources + kSources, row) !=
+                        argument.sources + kSources)
+      continue;
+    PyObject* index = PyLong_FromSsize_t(i);
+    PyObject* status = PyLong_FromLong(row);
+    const int own = take_row(index && status
+                                 ? call(slow_, name_input_, module.place, index, x, status)
+                                 : nullptr);
+    Py_XDECREF(index);
+    Py_XDECREF(status);
+    if (own == -1 && PyErr_Occurred()) return false;
+    Argument& again = module.arguments[i];  // `slow` may have run other modules' hooks
+    again.row = own;
+    const int source = row >= 0 ? row : own;
+    if (source >= 0) again.sources[again.next++ % kSources] = source;
+  }
+  return true;
+}
+
+bool Calls::visit_keywords(Module& module, PyObject* kwargs) {
+  if (!kwargs || !PyDict_Check(kwargs) || PyDict_GET_SIZE(kwargs) == 0) return true;
+  return succeeded(call(slow_, name_keywords_, module.place, kwargs));
+}
+
+bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
+  Stack& running = stack();
+  Module* entry = running.empty() ? nullptr : running.back();
+  if (!entry || entry != find(module)) {
+    entry = find(module);
+    if (std::find(running.begin(), running.end(), entry) == running.end()) return true;
+    for (; running.back() != entry; running.pop_back()) release(running.back());
+    // What lay above was left behind by a KeyboardInterrupt.
+  }
+  running.pop_back();
+  const bool outermost = running.empty();
+  const bool done =
+      !output ||  // the module raised
+      ((!inputs_ || !late_keywords_ || visit_keywords(*entry, kwargs)) &&
+       (!outputs_ || visit_output(*entry, output)) &&
+       (!outermost || succeeded(call(slow_, name_forward_ended_))));
+  release(entry);
+  return done;
+}
+
+bool Calls::visit_output(Module& module, PyObject* output) {
+  const int row = table_.visit(output, module.output_row);
+  if (row >= 0 || row == kNotFloat) return true;
+  PyObject* status = PyLong_FromLong(row);
+  const int own =
+      take_row(status ? call(slow_, name_output_, module.place, output, status) : nullptr);
+  Py_XDECREF(status);
+  if (own == -1 && PyErr_Occurred()) return false;
+  module.output_row = own;
+  return true;
+}
+
+}  // namespace nanscan

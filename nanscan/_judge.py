@@ -1,0 +1,313 @@
+"""From a step's rows to findings: what went bad, where first, and made there or handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanscan._row import Rows, absmax, nonfinite
+from nanscan._scan import ScanResult
+from nanscan._sites import ModulePlace, Node, ParameterPlace, Registry, Site
+from nanscan._table import Snapshot, Table
+
+Verdict = Literal["origin", "propagated", "near-limit"]
+Seen = tuple[Site, ScanResult]
+
+_BEFORE = 5  # sites shown before a finding
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A likely cause.
+
+    Attributes:
+        title: what happened, in one line.
+        evidence: the numbers it rests on.
+        remedy: what to change, as code where possible.
+    """
+
+    title: str
+    evidence: str
+    remedy: str
+
+
+@dataclass
+class Finding:
+    """What was concluded for one site in one step. `str()` is the report.
+
+    Attributes:
+        step: number of the step, from 0.
+        rank: of this process in the job.
+        site: where.
+        verdict: "origin": made here out of finite values; "propagated": was handed bad ones;
+            "near-limit": still finite, close to the largest value of its dtype.
+        stats: counts, extremes and the first bad index, over this step.
+        given: what the site was made from: a module's inputs, a parameter's gradient and moments.
+        before: the sites scanned just before, in execution order.
+        between: the two sites between which code of no module made the values, if so.
+        history: arrays over the last steps: step, calls, nan, posinf, neginf, min, max, absmax.
+        affected: other sites that went bad in the same step, later; only in the first finding.
+        causes: likely causes, best first; empty when no evidence points to one.
+    """
+
+    step: int
+    rank: int
+    site: Site
+    verdict: Verdict
+    stats: ScanResult
+    given: list[Seen] = field(default_factory=list)
+    before: list[Seen] = field(default_factory=list)
+    between: tuple[Site, Site] | None = None
+    history: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict, repr=False)
+    affected: list[Site] = field(default_factory=list, repr=False)
+    causes: list[Cause] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor that was scanned there."""
+        return self.stats.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that was scanned there."""
+        return self.stats.shape
+
+    def __str__(self) -> str:
+        from nanscan._report import report  # noqa: PLC0415 - the report knows findings, not they it
+
+        return report(self)
+
+
+@dataclass
+class Judged:
+    """A finding with what a diagnosis needs to know beyond it.
+
+    Attributes:
+        finding: the finding, without causes.
+        node: its site.
+        from_outside: an input that the caller of an outermost module handed in.
+        untrained: a parameter that was bad before its model first ran.
+        inputs_from_outside: all inputs of outermost modules in this step.
+    """
+
+    finding: Finding
+    node: Node
+    from_outside: bool = False
+    untrained: bool = False
+    inputs_from_outside: list[Seen] = field(default_factory=list)
+
+
+class Judge:
+    """Judges snapshots in order; remembers what is bad from one to the next.
+
+    Args:
+        table: whose rows the snapshots hold.
+        registry: names of what the rows stand for.
+        near_limit: share of a dtype's largest value from which a finite value is reported.
+        rank: of this process.
+    """
+
+    def __init__(self, table: Table, registry: Registry, near_limit: float, rank: int) -> None:
+        self._table = table
+        self._registry = registry
+        self._near_limit = near_limit
+        self._rank = rank
+        self._bad_parameters: set[int] = set()
+        self._reported: set[int] = set()  # rows reported as bad in this episode
+        self._near: set[int] = set()  # rows reported as near the limit, still there
+        self._limits = np.zeros(0)  # largest finite value of each row's dtype
+
+    @property
+    def in_episode(self) -> bool:
+        """Whether something was bad in the last step, or a parameter still is."""
+        return bool(self._reported)
+
+    def judge(self, snapshot: Snapshot, *, untrained: bool = False) -> list[Judged]:
+        """What is new in a step, in the order in which it happened.
+
+        Args:
+            snapshot: the step's rows.
+            untrained: they are parameters scanned before their model first ran.
+        """
+        step = _Step(self, snapshot)
+        news = [self._near_finding(step, row) for row in self._newly_near(snapshot)]
+        bad = step.bad_rows()
+        for row in bad:
+            if row not in self._reported:
+                news.append(step.finding(row, untrained=untrained))
+                self._reported.add(row)
+            step.note(row)
+        self._update_parameters(snapshot)
+        faults = [news_item for news_item in news if news_item.finding.verdict != "near-limit"]
+        if faults:
+            faults[0].finding.affected = [item.finding.site for item in faults[1:]]
+        elif not bad and not self._bad_parameters:
+            self._reported.clear()
+        return news
+
+    # -- near the limit --------------------------------------------------------------------------
+
+    def _newly_near(self, snapshot: Snapshot) -> list[int]:
+        rows = snapshot.rows
+        self._learn_limits(rows)
+        magnitude = absmax(rows)  # NaN, and so never near, where nothing finite was seen
+        near = {int(row) for row in np.flatnonzero(magnitude >= self._near_limit * self._limits)}
+        near = {row for row in near if not self._is_mask_value(row, magnitude[row])}
+        new = sorted(near - self._near)
+        self._near = near
+        return new
+
+    def _learn_limits(self, rows: Rows) -> None:
+        known = len(self._limits)
+        if known < len(rows):
+            self._limits = np.concatenate([self._limits, np.zeros(len(rows) - known)])
+        for row in np.flatnonzero((self._limits == 0) & (rows["calls"] > 0)):
+            dtype = self._table.dtype(int(row))
+            self._limits[row] = torch.finfo(dtype).max if dtype is not None else np.inf
+
+    def _is_mask_value(self, row: int, magnitude: float) -> bool:
+        """An additive mask is filled with the lowest finite value itself, torch.finfo(dtype).min."""
+        return self._table.nodes[row].kind == "input" and magnitude == self._limits[row]
+
+    def _near_finding(self, step: _Step, row: int) -> Judged:
+        return step.describe(row, "near-limit")
+
+    # -- what stays bad --------------------------------------------------------------------------
+
+    def _update_parameters(self, snapshot: Snapshot) -> None:
+        scanned = np.flatnonzero(snapshot.rows["calls"] > 0)
+        bad = nonfinite(snapshot.rows) > 0
+        for row in scanned:
+            if self._table.nodes[row].kind == "param":
+                (self._bad_parameters.add if bad[row] else self._bad_parameters.discard)(int(row))
+
+
+class _Step:
+    """One snapshot under judgement."""
+
+    def __init__(self, judge: Judge, snapshot: Snapshot) -> None:
+        self._judge = judge
+        self._table = judge._table  # noqa: SLF001 - one unit in two classes
+        self._snapshot = snapshot
+        self._rows = snapshot.rows
+        self._order = snapshot.order
+        self._earlier: set[int] = set(judge._bad_parameters)  # noqa: SLF001 - rows already bad
+
+    def note(self, row: int) -> None:
+        """From here on this row counts as bad for what comes after it."""
+        self._earlier.add(row)
+
+    # -- which rows are bad, in what order ---------------------------------------------------------
+
+    def bad_rows(self) -> list[int]:
+        """Bad rows in the order in which they went bad, masks left out."""
+        rows = [int(r) for r in np.flatnonzero(nonfinite(self._rows)) if not self._is_mask(int(r))]
+        tickets = {row: float(self._rows[row]["ticket"]) for row in rows}
+        for row in rows:
+            node = self._table.nodes[row]
+            if node.late:  # it went in before anything inside the module ran
+                inside = [
+                    tickets[r] for r in rows if self._table.nodes[r].place.is_inside(node.place)
+                ]
+                tickets[row] = min(inside) - 0.5
+        return sorted(rows, key=tickets.__getitem__)
+
+    def _is_mask(self, row: int) -> bool:
+        """-Inf alone in an input is a mask, unless the rest shows that values overflowed."""
+        record = self._rows[row]
+        if self._table.nodes[row].kind != "input" or record["nan"] or record["posinf"]:
+            return False
+        limit = self._judge._limits[row]  # noqa: SLF001
+        return not absmax(record[None])[0] >= self._judge._near_limit * limit  # noqa: SLF001
+
+    # -- findings ----------------------------------------------------------------------------------
+
+    def finding(self, row: int, *, untrained: bool) -> Judged:
+        """Verdict and surroundings of a bad row."""
+        node = self._table.nodes[row]
+        judged = self.describe(row, "origin")
+        if untrained:
+            judged.untrained = True
+            return judged
+        place = node.place
+        if node.kind == "input":
+            judged.from_outside = place.parent is None
+            if judged.from_outside or self._earlier:
+                judged.finding.verdict = "propagated"
+            else:
+                judged.finding.between = self._between(row)
+        elif self._was_handed_bad_values(row, node):
+            judged.finding.verdict = "propagated"
+        elif node.kind == "grad":
+            judged.finding.between = self._between(row)
+        return judged
+
+    def describe(self, row: int, verdict: Verdict) -> Judged:
+        node = self._table.nodes[row]
+        finding = Finding(
+            step=self._snapshot.step,
+            rank=self._judge._rank,  # noqa: SLF001
+            site=node.site,
+            verdict=verdict,
+            stats=self._stats(row),
+            given=self._seen(self._given(node)),
+            before=self._seen(self._rows_before(row)),
+            history=self._table.history(row),
+        )
+        return Judged(finding, node, inputs_from_outside=self._seen(self._outermost_inputs()))
+
+    def _was_handed_bad_values(self, row: int, node: Node) -> bool:
+        place = node.place
+        if node.kind == "output" and isinstance(place, ModulePlace):
+            sources = set[int]().union(*(n.sources for n in place.input_nodes()))
+            sources |= {p.param.row for p in place.parameters.values()}
+            inside = {r for r in self._earlier if self._table.nodes[r].place.is_inside(place)}
+            return bool((sources | inside) & self._earlier - {row})
+        if node.kind == "param" and isinstance(place, ParameterPlace):
+            return place.grad.row in self._earlier
+        return bool(self._earlier - {row})
+
+    def _scanned(self) -> Iterator[int]:
+        return (int(row) for row in np.flatnonzero(self._order > 0))
+
+    def _rows_before(self, row: int) -> list[int]:
+        """The last few rows first scanned before this one in the step, in execution order."""
+        order = self._order
+        earlier = np.flatnonzero((order > 0) & (order < order[row]))
+        return [int(r) for r in earlier[np.argsort(order[earlier])][-_BEFORE:]]
+
+    def _between(self, row: int) -> tuple[Site, Site] | None:
+        before = self._rows_before(row)
+        if not before:
+            return None
+        return self._table.nodes[before[-1]].site, self._table.nodes[row].site
+
+    def _given(self, node: Node) -> list[int]:
+        place = node.place
+        if node.kind == "output" and isinstance(place, ModulePlace):
+            sources = set[int]().union(*(n.sources for n in place.input_nodes()))
+            sources |= {p.param.row for p in place.parameters.values()} & self._earlier
+        elif node.kind == "param" and isinstance(place, ParameterPlace):
+            sources = {place.grad.row}
+        else:
+            sources = set()
+        return sorted(sources - {-1, node.row})
+
+    def _outermost_inputs(self) -> list[int]:
+        nodes = self._table.nodes
+        return [r for r in self._scanned() if nodes[r].kind == "input" and not nodes[r].place.parent]
+
+    def _stats(self, row: int) -> ScanResult:
+        return self._table.result(row, self._rows[row])
+
+    def _seen(self, rows: Iterable[int]) -> list[Seen]:
+        return [
+            (self._table.nodes[row].site, self._stats(row))
+            for row in rows
+            if self._rows[row]["calls"] > 0
+        ]

@@ -1,0 +1,362 @@
+"""The monitor: steps, snapshots, and what is done about findings."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from nanscan._diagnose import OptimizerFacts, causes
+from nanscan._errors import NonFiniteError, NonFiniteWarning
+from nanscan._hooks import Hooks, moments
+from nanscan._judge import Finding, Judge, Judged
+from nanscan._scan import check
+from nanscan._sites import KINDS, Kind, ModulePlace, ParameterPlace, Registry, Site
+from nanscan._table import Table
+
+Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
+
+_MAX_FINDINGS = 10_000
+_MAX_EXPLAINED = 8  # parameters of one step whose moments are scanned
+
+_logger = logging.getLogger("nanscan")
+_active: list[Monitor] = []
+
+
+class Monitor:
+    """Watches one model, or every module of the process, until closed.
+
+    Made by `enable` and `watch`. A step ends at `optimizer.step()` while an optimizer is stepping,
+    at the end of the outermost forward while none is, and only at `Monitor.step()` once that was
+    called. An outermost forward without gradients in a training run (validation) is judged when it
+    ends and counts to the step it runs in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        *,
+        kinds: Iterable[Kind],
+        action: Action,
+        history: int,
+        near_limit: float,
+    ) -> None:
+        self._action = action
+        self._lock = threading.RLock()
+        self._table = Table(history)
+        self._registry = Registry(model)
+        self._judge = Judge(self._table, self._registry, near_limit, _rank())
+        self._hooks = Hooks(
+            self._registry,
+            self._table,
+            frozenset(kinds),
+            on_sweep=self._parameters_swept,
+            on_forward=self._forward_ended,
+            on_step=self._optimizer_stepped,
+        )
+        self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
+        self._step = 0
+        self._manual = False
+        self._waits_for_optimizer: bool | None = None  # None: not known yet
+        self._announced = False
+        self._model = model
+        self._hooks.attach()
+        _active.append(self)
+
+    # -- what a user asks ------------------------------------------------------------------------
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings so far, oldest first; the last 10,000 are kept."""
+        return list(self._findings)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing was bad in the last judged step, and no parameter is. Never blocks."""
+        return not self._judge.in_episode
+
+    def history(self, site: Site) -> dict[str, npt.NDArray[np.generic]]:
+        """What a site held in the last steps.
+
+        Args:
+            site: such as a finding's.
+
+        Returns:
+            Arrays of one length, oldest step first: step, calls, nan, posinf, neginf, min, max,
+            absmax (NaN where no value was finite).
+
+        Raises:
+            KeyError: nothing was ever scanned there.
+        """
+        for node in self._table.nodes:
+            if node.site == site:
+                return self._table.history(node.row)
+        raise KeyError(f"nanscan: nothing was scanned at {site}")
+
+    def coverage(self) -> dict[str, Any]:
+        """What is watched, and what is not and why.
+
+        Returns:
+            "sites": names of all rows; "skipped": reason by site, for tensors that were seen and
+            could not be scanned; "not_called": modules that never ran through their own call;
+            "bytes": of the table and its history.
+        """
+        skipped: dict[str, str] = {}
+        idle: list[str] = []
+        for place in self._registry.all_places():
+            if isinstance(place, ModulePlace):
+                nodes = [*place.input_nodes(), *place.outputs.walk()]
+                if not place.called:
+                    idle.append(place.name)
+            else:
+                assert isinstance(place, ParameterPlace)  # noqa: S101 - there are two kinds
+                nodes = [place.param, place.grad, *place.state.values()]
+            skipped |= {str(node.site): node.skipped for node in nodes if node.skipped}
+        return {
+            "sites": [str(node.site) for node in self._table.nodes],
+            "skipped": skipped,
+            "not_called": idle,
+            "bytes": self._table.nbytes,
+        }
+
+    def step(self) -> None:
+        """Ends a step here. From the first call on, nothing else does.
+
+        Synchronization: none.
+        """
+        self._manual = True
+        self._end_step(optimizer=None, advance=True)
+
+    def poll(self) -> list[Finding]:
+        """Judges what has arrived on the host and returns what is new. Never blocks.
+
+        Rows of CPU tensors are judged when their step ends, so this finds nothing more.
+        """
+        return []
+
+    def flush(self) -> list[Finding]:
+        """Judges everything scanned so far, the unfinished step included, and acts on it.
+
+        Returns:
+            What is new.
+
+        Raises:
+            NonFiniteError: under the action "raise".
+
+        Synchronization: waits for the scans.
+        """
+        return self._end_step(optimizer=None, advance=False)
+
+    def pause(self) -> None:
+        """Removes all hooks; `resume` puts them back."""
+        self._hooks.detach()
+
+    def resume(self) -> None:
+        """Undoes `pause`."""
+        if self in _active:
+            self._hooks.attach()
+
+    def close(self) -> None:
+        """Removes all hooks for good. What was found stays readable."""
+        self._hooks.detach()
+        if self in _active:
+            _active.remove(self)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def _parameters_swept(self) -> None:
+        self._end_step(optimizer=None, advance=False, untrained=True)
+
+    def _optimizer_stepped(self, optimizer: Optimizer) -> None:
+        self._waits_for_optimizer = True
+        if not self._manual:
+            self._end_step(optimizer=optimizer, advance=True)
+
+    def _forward_ended(self) -> None:
+        if self._manual or torch._C._current_autograd_node() is not None:  # noqa: SLF001
+            return  # the latter: a checkpointed forward runs again inside backward
+        if self._waits_for_optimizer is None and torch.is_grad_enabled():
+            self._waits_for_optimizer = _any_optimizer()
+        if not self._waits_for_optimizer:
+            self._end_step(optimizer=None, advance=True)
+        elif not torch.is_grad_enabled():
+            self._end_step(optimizer=None, advance=False)
+
+    def _end_step(
+        self, *, optimizer: Optimizer | None, advance: bool, untrained: bool = False
+    ) -> list[Finding]:
+        with self._lock:
+            if not self._table.visits:
+                return []
+            snapshot = self._table.take(self._step, keep=advance)
+            self._step += advance
+            judged = self._judge.judge(snapshot, untrained=untrained)
+            for number, item in enumerate(judged):
+                facts = self._optimizer_facts(item, optimizer) if number < _MAX_EXPLAINED else None
+                item.finding.causes = causes(item, facts)
+            new = [item.finding for item in judged]
+            self._findings.extend(new)
+            self._act(new)
+        return new
+
+    def _optimizer_facts(self, judged: Judged, optimizer: Optimizer | None) -> OptimizerFacts | None:
+        """Scans a bad parameter's moments now: a step later they would be bad as well."""
+        place = judged.node.place
+        if optimizer is None or judged.node.kind != "param" or not isinstance(place, ParameterPlace):
+            return None
+        found = self._hooks.parameter_of(optimizer, place)
+        if found is None:
+            return None
+        parameter, options = found
+        facts = OptimizerFacts(type(optimizer).__name__, options)
+        for name, moment in moments(optimizer, parameter):
+            with contextlib.suppress(TypeError, ValueError):
+                facts.moments[name] = check(moment, moments=True)
+                judged.finding.given.append((place.moment(name).site, facts.moments[name]))
+        return facts
+
+    # -- actions ---------------------------------------------------------------------------------
+
+    def _act(self, new: list[Finding]) -> None:
+        for finding in new:
+            if finding.verdict == "near-limit" and not callable(self._action):
+                _logger.warning("nanscan: %s", finding)
+        faults = [finding for finding in new if finding.verdict != "near-limit"]
+        if callable(self._action):
+            for finding in new:
+                if finding.verdict == "near-limit" or (finding is faults[0] and not self._announced):
+                    self._action(finding)
+        first = bool(faults) and not self._announced
+        self._announced = self._judge.in_episode
+        if not first or callable(self._action):
+            return
+        text = f"nanscan: {faults[0]}"
+        if self._action == "raise":
+            raise NonFiniteError(text, finding=faults[0])
+        if self._action == "log":
+            _logger.error(text)
+        else:
+            warnings.warn(text, NonFiniteWarning, stacklevel=_user_stacklevel())
+
+
+def _user_stacklevel() -> int:
+    """The stacklevel, for a warning of the caller, of the innermost frame of user code."""
+    frame, level = sys._getframe(1), 1  # noqa: SLF001
+    inside = (os.path.dirname(__file__), os.path.dirname(torch.__file__))  # noqa: PTH120
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _any_optimizer() -> bool:
+    """Whether the process holds an optimizer, asked once: is a forward a step, or part of one?"""
+    return any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def enable(
+    model: nn.Module | None = None,
+    *,
+    kinds: Iterable[Kind] = ("input", "output", "grad", "param"),
+    action: Action = "warn",
+    history: int = 16,
+    near_limit: float = 0.5,
+) -> Monitor:
+    """Turns the hooks on, for one model or for every module of the process.
+
+    Args:
+        model: the model to watch; None: every module that is called from now on. Enabling the same
+            target again replaces its monitor.
+        kinds: what to scan: module "input" (only tensors that no watched module returned) and
+            "output", parameter "grad" before an optimizer step and "param" after it, and "state",
+            the optimizer's moments.
+        action: what to do on the first bad step of an episode: "warn", "raise" a NonFiniteError from
+            the call that ends the step, "log" to the logger "nanscan", or a callable that gets the
+            Finding. Values near the limit never raise: they are logged, or given to the callable.
+        history: steps kept of each site.
+        near_limit: share of a dtype's largest value from which a finite value is reported.
+
+    Returns:
+        The monitor; `close` it or call `disable`.
+
+    Raises:
+        TypeError: `model` is no module, or `action` is of the wrong type.
+        ValueError: an unknown kind or action, or a number out of range.
+
+    Synchronization: none, in hooks either.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"nanscan: expected a torch.nn.Module or None, got {type(model).__name__}")
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"nanscan: unknown kind {kind!r}; kinds are {', '.join(KINDS)}")
+    if not callable(action) and action not in ("warn", "raise", "log"):
+        raise ValueError(f"nanscan: action must be 'warn', 'raise', 'log' or callable, got {action!r}")
+    if not isinstance(history, int) or history < 1:
+        raise ValueError(f"nanscan: history must be a positive number of steps, got {history!r}")
+    if not 0 < near_limit <= 1:
+        raise ValueError(f"nanscan: near_limit must be in (0, 1], got {near_limit!r}")
+    for monitor in list(_active):
+        if monitor._model is model:  # noqa: SLF001
+            monitor.close()
+    return Monitor(model, kinds=kinds, action=action, history=history, near_limit=near_limit)
+
+
+def disable() -> None:
+    """Closes every monitor of the process. No hook of nanscan is left anywhere."""
+    for monitor in list(_active):
+        monitor.close()
+
+
+@contextlib.contextmanager
+def watch(model: nn.Module | None = None, **options: Any) -> Iterator[Monitor]:
+    """Watches a model inside a `with` block; takes the options of `enable`.
+
+    On the way out what is left is judged; when the block raised, its error goes on and findings are
+    warned of instead of raised.
+    """
+    monitor = enable(model, **options)
+    try:
+        yield monitor
+    except BaseException:
+        _last_words(monitor)
+        raise
+    else:
+        monitor.flush()
+    finally:
+        monitor.close()
+
+
+def _last_words(monitor: Monitor) -> None:
+    """A crash is often the NaN's doing: says what is known, without another exception."""
+    if monitor._action == "raise":  # noqa: SLF001
+        monitor._action = "warn"  # noqa: SLF001
+    monitor.flush()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for monitor in list(_active):
+        _last_words(monitor)
+        monitor.close()

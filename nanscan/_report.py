@@ -1,0 +1,87 @@
+"""Findings as text that a person reads in a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+
+import numpy as np
+
+from nanscan._judge import Finding, Seen
+from nanscan._scan import ScanResult, describe
+from nanscan._sites import Site
+
+_WIDTH = 100
+_LABEL = 10
+_HISTORY = 6
+
+_VERDICTS = {
+    "origin": "made here out of finite values",
+    "propagated": "handed on",
+    "near-limit": "close to overflow",
+}
+
+
+def report(finding: Finding) -> str:
+    """The whole finding: where and when, the numbers, what came before, and likely causes."""
+    rank = f", rank {finding.rank}" if finding.rank else ""
+    kind = "near the limit" if finding.verdict == "near-limit" else "non-finite"
+    verdict = f"{finding.verdict}: {_VERDICTS[finding.verdict]}"
+    if finding.verdict == "propagated" and finding.causes and not finding.before:
+        verdict = "propagated: handed in from outside"
+    lines = [f"{finding.site} is {kind} in step {finding.step}{rank} ({verdict})"]
+    lines += _block("values", [describe(finding.stats)])
+    if finding.between:
+        lines += _block("between", [f"{finding.between[0]}  and  {finding.between[1]}"])
+    lines += _block("given", _table(finding.given))
+    lines += _block("before", _table(finding.before))
+    lines += _block("history", _history(finding))
+    for cause in finding.causes:
+        lines += _block("cause", [cause.title])
+        lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
+    if not finding.causes:
+        lines += _block("cause", ["no likely cause found"])
+    lines += _block("also bad", _affected(finding.affected))
+    return "\n".join(lines)
+
+
+def _block(label: str, texts: list[str]) -> list[str]:
+    lines: list[str] = []
+    for text in texts:
+        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2, drop_whitespace=False) or [""]
+        for line in wrapped:
+            lines.append(f"  {label if not lines else '':<{_LABEL}}{line}".rstrip())
+    return lines
+
+
+def summary(stats: ScanResult) -> str:
+    """A few words on one scan."""
+    if stats.is_finite:
+        if stats.absmax is None:
+            return "empty"
+        return f"finite, min {stats.min:.4g}, max {stats.max:.4g}, absmax {stats.absmax:.4g}"
+    return describe(stats)
+
+
+def _table(seen: list[Seen]) -> list[str]:
+    width = max((len(str(site)) for site, _ in seen), default=0)
+    return [f"{site!s:<{width}}  {summary(stats)}" for site, stats in seen]
+
+
+def _history(finding: Finding) -> list[str]:
+    history = finding.history
+    if not history or len(history["step"]) <= 1:
+        return []
+    bad = history["nan"] + history["posinf"] + history["neginf"]
+    entries = [
+        f"step {step}: {'-' if np.isnan(top) else f'{top:.4g}'}" + (f" ({n} bad)" if n else "")
+        for step, top, n in zip(history["step"], history["absmax"], bad, strict=True)
+    ]
+    return ["absmax by step: " + ", ".join(entries[-_HISTORY:])]
+
+
+def _affected(sites: list[Site]) -> list[str]:
+    if not sites:
+        return []
+    shown = ", ".join(str(site) for site in sites[:4])
+    more = f" and {len(sites) - 4} more" if len(sites) > 4 else ""  # noqa: PLR2004
+    return [shown + more + " in the same step"]

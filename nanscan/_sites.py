@@ -1,0 +1,297 @@
+"""Names of places: which module, parameter or argument a row of the table stands for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+Kind = Literal["input", "output", "grad_output", "param", "grad", "state", "probe"]
+KINDS: tuple[Kind, ...] = ("input", "output", "grad", "param", "state")
+
+_MAX_CHILDREN = 256  # of one container; later ones share a node, so that memory stays bounded
+_MAX_SOURCES = 64
+
+
+@dataclass(frozen=True)
+class Site:
+    """A named place in a model.
+
+    Attributes:
+        name: qualified name of the module or parameter; the root module goes by its class.
+        kind: what of it: "input", "output", "param", "grad", "state", ...
+        path: argument path, such as "[0]", ".mask" or "[1].hidden"; the name of the moment for
+            "state"; "" for a module's only output.
+    """
+
+    name: str
+    kind: Kind
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "state":
+            return f"{self.name} {self.path}"
+        return f"{self.name} {self.kind}{self.path}"
+
+
+class Place:
+    """What sites belong to, by name: a module or a parameter.
+
+    Attributes:
+        name: qualified name.
+        parent: the module around it; None for an outermost one.
+    """
+
+    __slots__ = ("name", "parent")
+
+    def __init__(self, name: str, parent: ModulePlace | None) -> None:
+        self.name = name
+        self.parent = parent
+
+    def is_inside(self, other: Place) -> bool:
+        """Whether this is `other` or lies within it."""
+        place: Place | None = self
+        while place is not None and place is not other:
+            place = place.parent
+        return place is not None
+
+
+class ModulePlace(Place):
+    """A module: its argument trees and its own parameters.
+
+    Attributes:
+        called: it ran at least once.
+        swept: for an outermost module: its parameters were scanned before its first call.
+    """
+
+    __slots__ = ("called", "inputs", "keywords", "outputs", "parameters", "swept")
+
+    def __init__(self, name: str, parent: ModulePlace | None, *, late_keywords: bool) -> None:
+        super().__init__(name, parent)
+        self.called = False
+        self.swept = False
+        self.inputs = Node(self, "input")
+        self.keywords = Node(self, "input", late=late_keywords)
+        self.outputs = Node(self, "output")
+        self.parameters: dict[str, ParameterPlace] = {}
+
+    def input_nodes(self) -> Iterator[Node]:
+        """Every argument position seen so far."""
+        yield from self.inputs.walk()
+        yield from self.keywords.walk()
+
+
+class ParameterPlace(Place):
+    """A parameter with its gradient and its optimizer moments."""
+
+    __slots__ = ("grad", "param", "state")
+
+    def __init__(self, name: str, parent: ModulePlace | None) -> None:
+        super().__init__(name, parent)
+        self.param = Node(self, "param")
+        self.grad = Node(self, "grad")
+        self.state: dict[str, Node] = {}
+
+    def moment(self, name: str) -> Node:
+        """The node of an optimizer moment, such as "exp_avg"."""
+        return self.state.setdefault(name, Node(self, "state", name))
+
+
+class Node:
+    """One position in an argument tree, or one parameter, gradient or moment.
+
+    Attributes:
+        row: its row in the table, -1 until something was scanned for it.
+        sources: rows in which the tensors seen here were found, this node's own among them.
+        late: scanned after the module ran, though it went in before (keyword arguments of global
+            hooks).
+        skipped: why what was seen here was not scanned, if so.
+    """
+
+    __slots__ = ("children", "items", "kind", "late", "path", "place", "row", "skipped", "sources")
+
+    def __init__(self, place: Place, kind: Kind, path: str = "", *, late: bool = False) -> None:
+        self.place = place
+        self.kind = kind
+        self.path = path
+        self.late = late
+        self.row = -1
+        self.sources: set[int] = set()
+        self.skipped = ""
+        self.items: list[Node] = []  # children by position
+        self.children: dict[object, Node] = {}  # children by key
+
+    @property
+    def site(self) -> Site:
+        return Site(self.place.name, self.kind, self.path)
+
+    def item(self, index: int) -> Node:
+        """The child at a position of a tuple or list."""
+        items = self.items
+        if index < len(items):
+            return items[index]
+        if len(items) >= _MAX_CHILDREN:
+            return items[-1]
+        while len(items) <= min(index, _MAX_CHILDREN - 1):
+            label = f"[{len(items)}{'+' if len(items) == _MAX_CHILDREN - 1 else ''}]"
+            items.append(self._below(label))
+        return items[-1]
+
+    def child(self, key: object) -> Node:
+        """The child under a key of a mapping, a field or an attribute."""
+        node = self.children.get(key)
+        if node is None:
+            if len(self.children) >= _MAX_CHILDREN:
+                key = "..."
+            label = f".{key}" if isinstance(key, str) else f"[{key!r}]"
+            node = self.children.setdefault(key, self._below(label))
+        return node
+
+    def _below(self, label: str) -> Node:
+        return Node(self.place, self.kind, self.path + label, late=self.late)
+
+    def add_source(self, row: int) -> None:
+        if len(self.sources) < _MAX_SOURCES:
+            self.sources.add(row)
+
+    def walk(self) -> Iterator[Node]:
+        """This node and all below it."""
+        yield self
+        for node in (*self.items, *self.children.values()):
+            yield from node.walk()
+
+
+class Registry:
+    """Modules and parameters by identity, without keeping any of them alive.
+
+    Args:
+        model: watch this model only; None: every module that is ever called.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.only = model is not None
+        self.places: dict[int, ModulePlace] = {}  # by id(module)
+        self._parameters: dict[int, ParameterPlace] = {}  # by id(parameter)
+        self._by_name: dict[str, ModulePlace] = {}
+        self._loose: dict[str, ParameterPlace] = {}  # parameters of no known module, by name
+        self._roots: dict[str, weakref.ref[nn.Module]] = {}
+        self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
+        self._owned: dict[int, list[int]] = {}  # ids of the parameters each module brought
+        self._on_add: Callable[[int, ModulePlace], None] = lambda key, place: None
+        self._on_forget: Callable[[int], None] = lambda key: None
+        if model is not None:
+            self._add_root(model)
+
+    def listen(
+        self, on_add: Callable[[int, ModulePlace], None], on_forget: Callable[[int], None]
+    ) -> None:
+        """Tells of every module that is known, now and later, by its id, and of its end."""
+        self._on_add, self._on_forget = on_add, on_forget
+        for key, place in self.places.items():
+            on_add(key, place)
+
+    def modules(self) -> Iterator[tuple[nn.Module, ModulePlace]]:
+        """Every module that is known and alive."""
+        for key, reference in list(self._lifetimes.items()):
+            module = reference()
+            if module is not None:
+                yield module, self.places[key]
+
+    def all_places(self) -> Iterator[Place]:
+        """Everything that ever had a name."""
+        for place in self._by_name.values():
+            yield place
+            yield from place.parameters.values()
+        yield from self._loose.values()
+
+    def parameter(self, parameter: torch.Tensor, loose_name: str) -> ParameterPlace | None:
+        """A parameter's place; None where its model is not watched.
+
+        Args:
+            parameter: the parameter.
+            loose_name: what to call it when no known module has it.
+        """
+        place = self._parameters.get(id(parameter))
+        if place is None and not self.only:
+            place = self._loose.setdefault(loose_name, ParameterPlace(loose_name, None))
+        return place
+
+    def discover(self, module: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
+        """Names a module that was called and is not known; None where it is not to be watched.
+
+        Args:
+            module: the module.
+            caller: the innermost module that is running, if any.
+        """
+        if self.only:
+            return None
+        if caller is None:
+            return self._add_root(module)
+        # Modules made anew in each forward: all of one class in one parent share a place.
+        made_inside = f"{caller.name}.<{type(module).__name__}>"
+        if made_inside not in self._by_name:
+            self.rescan()
+            if id(module) in self.places:
+                return self.places[id(module)]
+        return self._add(module, made_inside, caller)
+
+    def rescan(self) -> None:
+        """Looks for modules and parameters that were added to known outermost modules since."""
+        for label, reference in list(self._roots.items()):
+            module = reference()
+            if module is not None:
+                self._add_tree(module, label)
+
+    def _add_root(self, module: nn.Module) -> ModulePlace:
+        """Names a module that no known one contains, and all it contains."""
+        type_name = type(module).__name__
+        label, number = type_name, 1
+        while (root := self._roots.get(label)) is not None and root() not in (None, module):
+            number += 1
+            label = f"{type_name}#{number}"
+        self._roots[label] = weakref.ref(module)
+        return self._add_tree(module, label)
+
+    def _add_tree(self, root: nn.Module, label: str) -> ModulePlace:
+        # The first model's names are those of named_modules(); later ones carry their label.
+        prefix = "" if next(iter(self._roots)) == label else f"{label}."
+        for name, module in root.named_modules():
+            if id(module) not in self.places:
+                parent = root.get_submodule(name.rpartition(".")[0]) if name else None
+                self._add(
+                    module, prefix + name if name else label, parent and self.places[id(parent)]
+                )
+            self._add_parameters(module, prefix + name)
+        return self.places[id(root)]
+
+    def _add(self, module: nn.Module, name: str, parent: ModulePlace | None) -> ModulePlace:
+        place = self._by_name.get(name)
+        if place is None:
+            place = ModulePlace(name, parent, late_keywords=not self.only)
+            self._by_name[name] = place
+        key = id(module)
+        self.places[key] = place
+        self._on_add(key, place)
+        self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
+        return place
+
+    def _add_parameters(self, module: nn.Module, name: str) -> None:
+        places = self.places[id(module)].parameters
+        for key, parameter in module.named_parameters(recurse=False):
+            if key not in places:
+                full = f"{name}.{key}".removeprefix(".")
+                places[key] = ParameterPlace(full, self.places[id(module)])
+            if id(parameter) not in self._parameters:  # a tied weight goes by its first name
+                self._parameters[id(parameter)] = places[key]
+                self._owned.setdefault(id(module), []).append(id(parameter))
+
+    def _forget(self, key: int) -> None:
+        self.places.pop(key, None)
+        self._on_forget(key)
+        self._lifetimes.pop(key, None)
+        for parameter in self._owned.pop(key, ()):
+            self._parameters.pop(parameter, None)
