@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.resolve()
 
 
 class CMakeBuild(build_ext):
-    """Configures and builds csrc/ in build/, which stays, so that editable installs are incremental."""
+    """Builds csrc/ in build/, which stays, so that editable installs are incremental."""
 
     def build_extension(self, ext: Extension) -> None:
         cuda = os.environ.get("NANSCAN_CUDA", "auto")
@@ -45,9 +45,9 @@ def require_compiler() -> None:
     candidates = [os.environ.get("CXX", "").split(" ")[0], "c++", "g++", "clang++"]
     if not any(name and shutil.which(name) for name in candidates):
         raise SystemExit(
-            "nanscan: no C++ compiler found. Install one (Debian, Ubuntu: apt install g++; Fedora: "
-            "dnf install gcc-c++; conda: conda install cxx-compiler; macOS: xcode-select --install) "
-            "or point CXX at it."
+            "nanscan: no C++ compiler found. Install one (Debian, Ubuntu: apt install g++; "
+            "Fedora: dnf install gcc-c++; conda: conda install cxx-compiler; macOS: "
+            "xcode-select --install) or point CXX at it."
         )
 
 

@@ -1,8 +1,8 @@
 // The module nanscan._C: the only file that turns Python arguments into calls and failures into
 // exceptions. Calls made once a hook are raw METH_FASTCALL functions; pybind11 makes the rest.
 //
-// The raw functions of a Table are built-in functions whose `self` is a capsule of the Table, so they
-// cost no attribute look-up, no argument tuple and no type cast.
+// The raw functions of a Table are built-in functions whose `self` is a capsule of the Table, so
+// they cost no attribute look-up, no argument tuple and no type cast.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -75,8 +75,8 @@ PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t coun
   }
   PyObject* refused = PyList_New(0);
   // Sizes are read anew each turn: a large scan releases the GIL.
-  for (Py_ssize_t i = 0;
-       refused && i < PyList_GET_SIZE(args[0]) && i < PyList_GET_SIZE(args[1]); ++i) {
+  for (Py_ssize_t i = 0; refused && i < PyList_GET_SIZE(args[0]) && i < PyList_GET_SIZE(args[1]);
+       ++i) {
     const int row = row_index(PyList_GET_ITEM(args[1], i), *table, false);
     if (row < 0) {
       Py_CLEAR(refused);
@@ -119,6 +119,13 @@ PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return none_if(calls->after(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
+// leaf(module, args, kwargs, output)
+PyObject* calls_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Calls* calls = self_of<Calls>(self);
+  if (!calls || !expect_arguments(count, 4, 4)) return nullptr;
+  return none_if(calls->leaf(args[0], args[1], args[2], args[3]));
+}
+
 // METH_FASTCALL functions are stored under the type of METH_VARARGS ones; CPython casts back.
 template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyMethodDef* method(const char* name, const char* doc) {
@@ -142,17 +149,17 @@ py::object bound(py::object object, const char* name, const char* doc) {
   return builtin(method<f>(name, doc), capsule);
 }
 
-void snapshot(Table& table, py::array_t<uint8_t, py::array::c_style> rows,
-              py::array_t<uint64_t, py::array::c_style> order) {
+std::vector<int> snapshot(Table& table, py::array_t<uint8_t, py::array::c_style> rows,
+                          py::array_t<uint64_t, py::array::c_style> order) {
   if (rows.nbytes() != table.size() * static_cast<py::ssize_t>(sizeof(Row)) ||
       order.size() != table.size())
     throw py::value_error("nanscan: snapshot expects arrays of exactly the table's size");
-  table.snapshot(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
+  return table.snapshot(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
-const char* const kDTypeNames[kDTypeCount] = {
-    "float16",     "bfloat16",        "float32",         "float64",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"};
+const char* const kDTypeNames[kDTypeCount] = {"float16",         "bfloat16",       "float32",
+                                              "float64",         "float8_e4m3fn",  "float8_e5m2",
+                                              "float8_e4m3fnuz", "float8_e5m2fnuz"};
 
 const RowContext& context_of(const Table& table, int row) {
   if (row < 0 || row >= table.size())
@@ -176,19 +183,23 @@ py::object describe(const Table& table, int row) {
 
 void define_table(py::module_& m) {
   py::class_<Table>(m, "Table")
-      .def(py::init<>())
+      .def(py::init<double>(), py::arg("near_limit") = 1.0)
       .def("add_row", &Table::add_row)
       .def("__len__", &Table::size)
       .def_property_readonly("visits", &Table::visits)
       .def("order", [](const Table& table, int row) { return context_of(table, row).order; })
       .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert())
       .def("describe", &describe)
-      .def_property_readonly("visit", [](py::object self) {
-        return bound<Table, table_visit>(std::move(self), "visit", "visit(tensor, row)");
-      })
-      .def_property_readonly("scan", [](py::object self) {
-        return bound<Table, table_scan>(std::move(self), "scan", "scan(tensor, row)");
-      })
+      .def_property_readonly("visit",
+                             [](py::object self) {
+                               return bound<Table, table_visit>(std::move(self), "visit",
+                                                                "visit(tensor, row)");
+                             })
+      .def_property_readonly("scan",
+                             [](py::object self) {
+                               return bound<Table, table_scan>(std::move(self), "scan",
+                                                               "scan(tensor, row)");
+                             })
       .def_property_readonly("scan_many", [](py::object self) {
         return bound<Table, table_scan_many>(std::move(self), "scan_many",
                                              "scan_many(tensors, rows)");
@@ -202,21 +213,29 @@ void define_calls(py::module_& m) {
            }),
            py::arg("table"), py::arg("slow"), py::arg("inputs"), py::arg("outputs"),
            py::arg("late_keywords"), py::keep_alive<1, 2>())
-      .def("add", [](Calls& calls, uintptr_t module, py::handle place) {
-        calls.add(reinterpret_cast<const void*>(module), place.ptr());
-      })
-      .def("remove", [](Calls& calls, uintptr_t module) {
-        calls.remove(reinterpret_cast<const void*>(module));
-      })
+      .def("add",
+           [](Calls& calls, uintptr_t module, py::handle place) {
+             calls.add(reinterpret_cast<const void*>(module), place.ptr());
+           })
+      .def("remove", [](Calls& calls,
+                        uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
       .def("forget_running", &Calls::forget_running)
-      .def_property_readonly("running", [](Calls& calls) {
-        PyObject* place = calls.running();
-        return place ? py::reinterpret_borrow<py::object>(place) : py::none();
-      })
-      .def_property_readonly("before", [](py::object self) {
-        return bound<Calls, calls_before>(std::move(self), "before",
-                                          "before(module, args[, kwargs])");
-      })
+      .def_property_readonly("running",
+                             [](Calls& calls) {
+                               PyObject* place = calls.running();
+                               return place ? py::reinterpret_borrow<py::object>(place)
+                                            : py::none();
+                             })
+      .def_property_readonly("before",
+                             [](py::object self) {
+                               return bound<Calls, calls_before>(std::move(self), "before",
+                                                                 "before(module, args[, kwargs])");
+                             })
+      .def_property_readonly("leaf",
+                             [](py::object self) {
+                               return bound<Calls, calls_leaf>(
+                                   std::move(self), "leaf", "leaf(module, args, kwargs, output)");
+                             })
       .def_property_readonly("after", [](py::object self) {
         return bound<Calls, calls_after>(std::move(self), "after",
                                          "after(module, kwargs[, output])");
@@ -235,13 +254,15 @@ void define_status(py::module_& m) {
 }
 
 void initialize(py::type tensor, py::type parameter, py::capsule exchange) {
-  if (!initialize_torch(tensor.ptr(), parameter.ptr(), exchange.ptr())) throw py::error_already_set();
+  if (!initialize_torch(tensor.ptr(), parameter.ptr(), exchange.ptr()))
+    throw py::error_already_set();
 }
 
 void use_variant(const std::string& name) {
   if (cpu::use_variant(name.c_str())) return;
   std::string known;
-  for (const char* variant : cpu::variants()) known += std::string(known.empty() ? "" : ", ") + variant;
+  for (const char* variant : cpu::variants())
+    known += std::string(known.empty() ? "" : ", ") + variant;
   throw py::value_error("nanscan: no CPU variant '" + name + "' on this machine; it has: " + known);
 }
 
@@ -260,8 +281,8 @@ PYBIND11_MODULE(_C, m) {
   define_status(m);
   define_table(m);
   define_calls(m);
-  m.attr("scan_once") = builtin(
-      method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
+  m.attr("scan_once") =
+      builtin(method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
   m.def("initialize", &initialize);
   m.def("variants", &cpu::variants);
   m.def("variant", &cpu::variant);

@@ -102,19 +102,37 @@ PyObject* Calls::running() {
   return s.empty() ? nullptr : s.back()->place;
 }
 
-bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
-  Module* entry = find(module);
+// Leaves entry null if the module is not to be watched.
+bool Calls::find_or_ask(PyObject* module, Module*& entry) {
+  entry = find(module);
   if (!entry) {
     if (!succeeded(call(slow_, name_unknown_, module))) return false;
-    if (!(entry = find(module))) return true;  // not to be watched
+    if (!(entry = find(module))) return true;
   }
-  if (!entry->called) {
-    entry->called = true;
-    if (!succeeded(call(slow_, name_first_call_, entry->place))) return false;
-  }
+  if (entry->called) return true;
+  entry->called = true;
+  return succeeded(call(slow_, name_first_call_, entry->place));
+}
+
+bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
+  Module* entry;
+  if (!find_or_ask(module, entry)) return false;
+  if (!entry) return true;
   stack().push_back(acquire(entry));
   if (!inputs_) return true;
   return visit_inputs(*entry, args) && (late_keywords_ || visit_keywords(*entry, kwargs));
+}
+
+bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output) {
+  Module* entry;
+  if (!find_or_ask(module, entry)) return false;
+  if (!entry) return true;
+  acquire(entry);
+  const bool done = (!inputs_ || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
+                    (!outputs_ || visit_output(*entry, output)) &&
+                    (!stack().empty() || succeeded(call(slow_, name_forward_ended_)));
+  release(entry);
+  return done;
 }
 
 bool Calls::visit_inputs(Module& module, PyObject* args) {
@@ -131,9 +149,8 @@ bool Calls::visit_inputs(Module& module, PyObject* args) {
       continue;
     PyObject* index = PyLong_FromSsize_t(i);
     PyObject* status = PyLong_FromLong(row);
-    const int own = take_row(index && status
-                                 ? call(slow_, name_input_, module.place, index, x, status)
-                                 : nullptr);
+    const int own = take_row(
+        index && status ? call(slow_, name_input_, module.place, index, x, status) : nullptr);
     Py_XDECREF(index);
     Py_XDECREF(status);
     if (own == -1 && PyErr_Occurred()) return false;
@@ -161,11 +178,10 @@ bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
   }
   running.pop_back();
   const bool outermost = running.empty();
-  const bool done =
-      !output ||  // the module raised
-      ((!inputs_ || !late_keywords_ || visit_keywords(*entry, kwargs)) &&
-       (!outputs_ || visit_output(*entry, output)) &&
-       (!outermost || succeeded(call(slow_, name_forward_ended_))));
+  const bool done = !output ||  // the module raised
+                    ((!inputs_ || !late_keywords_ || visit_keywords(*entry, kwargs)) &&
+                     (!outputs_ || visit_output(*entry, output)) &&
+                     (!outermost || succeeded(call(slow_, name_forward_ended_))));
   release(entry);
   return done;
 }

@@ -33,10 +33,13 @@ class Calls {
   bool before(PyObject* module, PyObject* args, PyObject* kwargs);
   bool after(PyObject* module, PyObject* kwargs, PyObject* output);
 
+  // Both in one, after a module that calls no other and leaves its inputs as they were.
+  bool leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
+
  private:
   static constexpr int kSources = 4;
   struct Argument {
-    int row = -1;                             // its own; -1: it never needed one
+    int row = -1;                              // its own; -1: it never needed one
     int sources[kSources] = {-1, -1, -1, -1};  // rows in which its tensors were found
     int next = 0;
   };
@@ -55,6 +58,7 @@ class Calls {
   }
   static void release(Module* module);
   Module* find(PyObject* module) const;
+  bool find_or_ask(PyObject* module, Module*& entry);
   Stack& stack();
   bool visit_inputs(Module& module, PyObject* args);
   bool visit_keywords(Module& module, PyObject* kwargs);

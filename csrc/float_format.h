@@ -49,24 +49,20 @@ struct FloatFormat {
   static constexpr Int kMaxFinite = kFamily == Family::kIeee ? static_cast<Int>(kPosInf - 1)
                                     : kFamily == Family::kFn ? static_cast<Int>(kHighest - 1)
                                                              : kHighest;
-  static constexpr Int kMinFinite = kFamily == Family::kFnuz ? static_cast<Int>(-kMaxFinite)
-                                                             : static_cast<Int>(~kMaxFinite);
+  static constexpr Int kMinFinite =
+      kFamily == Family::kFnuz ? static_cast<Int>(-kMaxFinite) : static_cast<Int>(~kMaxFinite);
 
   static constexpr bool is_finite_key(Int key) { return key >= kMinFinite && key <= kMaxFinite; }
 
   static constexpr Int key(Int bits) {
     if (kFamily == Family::kFnuz) {
-      return bits == kLowest ? kLowest
-             : bits < 0      ? static_cast<Int>(-(bits & kHighest))
-                             : bits;
+      return bits == kLowest ? kLowest : bits < 0 ? static_cast<Int>(-(bits & kHighest)) : bits;
     }
     return static_cast<Int>(bits < 0 ? bits ^ kHighest : bits);
   }
 
   static constexpr Int magnitude(Int key) {  // the bits without the sign
-    return static_cast<Int>(key >= 0                    ? key
-                            : kFamily == Family::kFnuz ? -key
-                                                       : ~key);
+    return static_cast<Int>(key >= 0 ? key : kFamily == Family::kFnuz ? -key : ~key);
   }
 
   // The float64 bits of a finite value, by integer arithmetic alone (exact, and so independent of

@@ -51,7 +51,8 @@ struct ScanTotals {
 // Merges a scan on the host. Not atomic: on the CPU every merge holds the GIL. When this call is
 // the row's first bad one, takes a ticket and asks `first_bad_index()` for the element's index.
 template <typename FirstBadIndex>
-void merge_into(Row& row, const ScanTotals& t, uint32_t& last_ticket, FirstBadIndex first_bad_index) {
+void merge_into(Row& row, const ScanTotals& t, uint32_t& last_ticket,
+                FirstBadIndex first_bad_index) {
   row.calls += 1;
   row.elements += t.elements;
   if (t.max_key > row.max_key) row.max_key = t.max_key;

@@ -1,11 +1,25 @@
 #include "table.h"
 
+#include <cstring>
+
 #include "cpu/scan.h"
 
 namespace nanscan {
 namespace {
 
 constexpr int64_t kNoVersion = -1;
+
+double from_bits(uint64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+uint64_t to_bits(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
 
 // Scans with the GIL released when the tensor is large. The caller's reference keeps it alive.
 ScanTotals scan_host(const TensorView& view, bool moments) {
@@ -20,14 +34,6 @@ ScanTotals scan_host(const TensorView& view, bool moments) {
 Status view_host_tensor(PyObject* tensor, TensorView& view) {
   const Status status = view_tensor(tensor, view);
   return status == kOk && view.device.type != dlpack::kCPU ? kOtherDevice : status;
-}
-
-void describe(RowContext& context, const TensorView& view) {
-  context.dtype = view.dtype;
-  context.is_complex = view.is_complex;
-  context.described = true;
-  const int count = view.logical.count - (view.is_complex ? 1 : 0);
-  context.shape.assign(view.logical.size, view.logical.size + count);
 }
 
 // The tensor's version counter, which every in-place operation raises; kNoVersion where there is
@@ -115,6 +121,21 @@ int Table::add_row() {
   return index;
 }
 
+void Table::describe(RowContext& context, const TensorView& view) const {
+  if (!context.described || context.dtype != view.dtype) {
+    const double largest = with_format(view.dtype, [](auto format) {
+      using Format = decltype(format);
+      return from_bits(Format::float64_bits(Format::kMaxFinite));
+    });
+    context.near_key = order_key(to_bits(near_limit_ * largest));
+  }
+  context.dtype = view.dtype;
+  context.is_complex = view.is_complex;
+  context.described = true;
+  const int count = view.logical.count - (view.is_complex ? 1 : 0);
+  context.shape.assign(view.logical.size, view.logical.size + count);
+}
+
 Status Table::scan(PyObject* tensor, int index) {
   TensorView view;
   const Status status = view_host_tensor(tensor, view);
@@ -154,16 +175,24 @@ int Table::visit(PyObject* tensor, int index) {
   return index;
 }
 
-void Table::snapshot(Row* rows, uint64_t* order) {
-  const int count = size();
-  for (int i = 0; i < count; ++i) {
-    rows[i] = row(i);
-    row(i) = Row{};
-    order[i] = contexts_[i].order;
-    contexts_[i].order = 0;
+std::vector<int> Table::snapshot(Row* rows, uint64_t* order) {
+  std::vector<int> notable;
+  for (int i = 0; i < size(); ++i) {
+    Row& source = row(i);
+    RowContext& context = contexts_[i];
+    // min_key is a complement, and so ascends with the magnitude of negative values.
+    if (source.ticket != 0 || source.max_key >= context.near_key ||
+        source.min_key >= context.near_key)
+      notable.push_back(i);
+    rows[i] = source;
+    order[i] = context.order;
+    if (context.order == 0) continue;
+    source = Row{};
+    context.order = 0;
   }
   visits_ = 0;
   seen_.clear();
+  return notable;
 }
 
 Status scan_once(PyObject* tensor, bool moments, TensorView& view, Row& row) {

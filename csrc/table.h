@@ -20,8 +20,9 @@ struct RowContext {
   DType dtype = DType::kFloat32;
   bool is_complex = false;
   bool described = false;
-  std::vector<int64_t> shape;  // of the tensor as the user sees it
-  uint64_t order = 0;          // position among this step's first visits, from 1; 0: not visited
+  std::vector<int64_t> shape;        // of the tensor as the user sees it
+  uint64_t near_key = ~uint64_t{0};  // order key from which a magnitude is near the dtype's limit
+  uint64_t order = 0;  // position among this step's first visits, from 1; 0: not visited
 };
 
 // Tensors that were visited since the last snapshot, by identity. Holds weak references, so nothing
@@ -55,7 +56,8 @@ class SeenTensors {
 
 class Table {
  public:
-  Table() = default;
+  // near_limit: share of a dtype's largest value from which a finite value makes a row notable.
+  explicit Table(double near_limit) : near_limit_(near_limit) {}
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
 
@@ -72,8 +74,8 @@ class Table {
   int visit(PyObject* tensor, int row);
 
   // Copies rows [0, size) and their order to host memory, then resets both and forgets what was
-  // seen.
-  void snapshot(Row* rows, uint64_t* order);
+  // seen. Returns the rows that are non-finite or near their limit: mostly none.
+  std::vector<int> snapshot(Row* rows, uint64_t* order);
 
  private:
   static constexpr int kRowsPerChunk = 512;
@@ -83,6 +85,9 @@ class Table {
     if (contexts_[index].order == 0) contexts_[index].order = ++visits_;
   }
 
+  void describe(RowContext& context, const TensorView& view) const;
+
+  const double near_limit_;
   std::vector<std::unique_ptr<Row[]>> chunks_;
   std::vector<RowContext> contexts_;
   SeenTensors seen_;

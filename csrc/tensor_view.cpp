@@ -38,8 +38,8 @@ int format_of(dlpack::DataType type, bool& is_complex) {
 
 // Truth of a method without arguments; an exception counts as true, so that the caller goes slow.
 bool call_bool(PyObject* object, PyObject* method) {
-  PyObject* result = PyObject_VectorcallMethod(
-      method, &object, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  PyObject* result =
+      PyObject_VectorcallMethod(method, &object, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (!result) {
     PyErr_Clear();
     return true;
@@ -59,9 +59,10 @@ bool initialize_torch(PyObject* tensor, PyObject* parameter, PyObject* capsule) 
   const auto* api = reinterpret_cast<const dlpack::ExchangeApi*>(header);
   if (!api || api->header.version.major != dlpack::kMajorVersion ||
       !api->tensor_from_py_object_no_sync) {
-    PyErr_SetString(PyExc_ImportError,
-                    "nanscan: this torch offers no DLPack 1.x exchange table with non-owning views; "
-                    "install torch 2.10 or later");
+    PyErr_SetString(
+        PyExc_ImportError,
+        "nanscan: this torch offers no DLPack 1.x exchange table with non-owning views; "
+        "install torch 2.10 or later");
     return false;
   }
   if (!PyType_Check(tensor) || !PyType_Check(parameter)) {

@@ -14,14 +14,14 @@ namespace nanscan {
 // Python side (nanscan/_tensors.py) unwraps what can be unwrapped and names the rest.
 enum Status : int {
   kOk = 0,
-  kNotPlain = -1,    // not exactly torch.Tensor or Parameter
-  kNeedsRow = -2,    // Table.visit: not seen before, and no row given
-  kNotFloat = -3,    // integers, booleans: nothing to scan
-  kBadFormat = -4,   // a floating format without a kernel
+  kNotPlain = -1,   // not exactly torch.Tensor or Parameter
+  kNeedsRow = -2,   // Table.visit: not seen before, and no row given
+  kNotFloat = -3,   // integers, booleans: nothing to scan
+  kBadFormat = -4,  // a floating format without a kernel
   kOtherDevice = -5,
-  kNoData = -6,      // elements, but a null pointer: freed storage, a fake or wrapper tensor
-  kNoView = -7,      // torch refused a view: sparse, meta, quantised, functorch, ...; or > 64 dims
-  kLazyBit = -8,     // negative or conjugate bit set
+  kNoData = -6,   // elements, but a null pointer: freed storage, a fake or wrapper tensor
+  kNoView = -7,   // torch refused a view: sparse, meta, quantised, functorch, ...; or > 64 dims
+  kLazyBit = -8,  // negative or conjugate bit set
 };
 
 constexpr int kMaxDims = 65;  // 64, and one more for complex tensors; torch's own limit is higher
@@ -41,9 +41,9 @@ struct TensorView {
   Dims logical;           // as the user sees it
 };
 
-// What the walk over memory needs: `runs` flat runs of `run` elements, `run_stride` apart when there
-// is one outer dimension, at the odometer of `outer` in general. All of it is repeated `repeat`
-// times logically (stride-0 dimensions).
+// What the walk over memory needs: `runs` flat runs of `run` elements, `run_stride` apart when
+// there is one outer dimension, at the odometer of `outer` in general. All of it is repeated
+// `repeat` times logically (stride-0 dimensions).
 struct MemoryLayout {
   Dims outer;              // slowest first
   int64_t run = 1;         // elements of the innermost dimension

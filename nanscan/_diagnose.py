@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanscan._judge import Cause, Judged
@@ -65,9 +66,9 @@ def _adam_eps_rounds_to_zero(judged: Judged, optimizer: OptimizerFacts | None) -
     dtype = str(second.dtype).removeprefix("torch.")
     return Cause(
         f"{optimizer.name}'s eps={eps:g} is 0 in {dtype}: the update divides by sqrt(0) + 0",
-        f"exp_avg_sq holds {second.zero_count:,} exact zeros of {second.numel:,}; smallest positive "
-        f"{dtype} is {torch.finfo(second.dtype).smallest_normal:.1e} "
-        f"({_smallest(second.dtype):.1e} subnormal)",
+        f"exp_avg_sq holds {second.zero_count:,} exact zeros of {second.numel:,}; the parameter "
+        f"has {finding.stats.nonfinite_count:,} non-finite; the smallest {dtype} is "
+        f"{_smallest(second.dtype):.1e}",
         f"{optimizer.name}(..., eps=1e-4), or keep parameters in float32 and use torch.autocast",
     )
 
@@ -97,13 +98,13 @@ def _overflow(judged: Judged, _: OptimizerFacts | None) -> Cause | None:
     if not stats.inf_count or stats.absmax is None or stats.dtype.is_complex:
         return None
     limit = torch.finfo(stats.dtype).max
-    past = finding.history.get("absmax")
-    reached = max([stats.absmax, *(float(a) for a in past if a == a)] if past is not None else [0.0])  # noqa: PLR0124 - not NaN
+    past = finding.history.get("absmax", np.zeros(0))
+    reached = float(np.nanmax([stats.absmax, *past]))
     if reached < limit / 16:
         return None
     dtype = str(stats.dtype).removeprefix("torch.")
     return Cause(
-        f"overflow of {dtype}: values grew beyond {limit:,.0f}" if limit < 1e6 else f"overflow of {dtype}",  # noqa: PLR2004
+        f"overflow of {dtype}: values grew beyond {limit:g}",
         f"{stats.inf_count:,} Inf beside finite values up to {reached:,.6g} "
         f"({reached / limit:.0%} of the largest {dtype})",
         "use bfloat16, which reaches 3e38, or rescale what feeds this place"

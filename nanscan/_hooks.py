@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -52,7 +53,7 @@ class Hooks:
         on_step: called after an optimizer step, with the optimizer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - wiring, in one place
         self,
         registry: Registry,
         table: Table,
@@ -75,6 +76,7 @@ class Hooks:
         )
         self._before = self._calls.before
         self._after = self._calls.after
+        self._leaf = self._calls.leaf
         registry.listen(self._calls.add, self._calls.remove)
         self._on_sweep = on_sweep
         self._on_forward = on_forward
@@ -83,6 +85,8 @@ class Hooks:
         self._step_handle: RemovableHandle | None = None
         self._plans: dict[int, _Plan] = {}  # by id(optimizer)
         self._in_optimizer = False
+        # Between the two hooks of an optimizer step: the optimizer, its plan and its parameters.
+        self._stepping: tuple[Optimizer, _Plan, list[torch.Tensor]] | None = None
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -106,6 +110,9 @@ class Hooks:
             )
             return
         for module, _ in self._registry.modules():
+            if _is_simple_leaf(module):
+                self._handles.append(module.register_forward_hook(self.leaf, with_kwargs=True))
+                continue
             self._handles.append(module.register_forward_pre_hook(self.before, with_kwargs=True))
             self._handles.append(
                 module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
@@ -148,6 +155,12 @@ class Hooks:
             self._after(module, kwargs)
         else:
             self._after(module, kwargs, output)
+
+    def leaf(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Both in one, for a module that calls no other and leaves its inputs as they were."""
+        if _is_tracing():
+            return
+        self._leaf(module, args, kwargs, output)
 
     # What is new at a call. The core (csrc/calls.cpp) calls these, and does the rest itself.
 
@@ -213,20 +226,9 @@ class Hooks:
                 self._visit(x, node.row)
             else:
                 self._scan_unusual(x, node, status)
-        elif isinstance(x, _NOTHING) or depth == _MAX_DEPTH:
-            return
-        elif isinstance(x, Mapping):
-            for key, value in x.items():
-                self._visit_one(value, node.child(key), depth + 1)
-        elif isinstance(x, tuple) and hasattr(x, "_fields"):
-            for key, value in zip(x._fields, x, strict=True):
-                self._visit_one(value, node.child(key), depth + 1)
-        elif isinstance(x, (tuple, list)):
-            for index, value in enumerate(x):
-                self._visit_one(value, node.item(index), depth + 1)
-        elif dataclasses.is_dataclass(x):
-            for field in dataclasses.fields(x):
-                self._visit_one(getattr(x, field.name, None), node.child(field.name), depth + 1)
+        elif depth < _MAX_DEPTH and not isinstance(x, _NOTHING):
+            for value, child in _children(x, node):
+                self._visit_one(value, child, depth + 1)
 
     # -- scans without a look at what was seen before --------------------------------------------
 
@@ -269,27 +271,26 @@ class Hooks:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans gradients in the order in which backward made them, as far as that is known."""
-        if "grad" not in self._kinds or _is_tracing():
-            return
-        plan = self._plan(optimizer)
-        if plan is not None:
-            parameters = _parameters(optimizer)
-            self._scan_all(
-                [
-                    (grad, place.grad)
-                    for i, place in plan.backward
-                    if (grad := parameters[i].grad) is not None
-                ]
-            )
-
-    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Scans parameters, and moments when asked for, and ends the step."""
-        if _is_tracing() or not self._handles:
+        self._stepping = None
+        if _is_tracing():
             return
         plan = self._plan(optimizer)
         if plan is None:
             return
         parameters = _parameters(optimizer)
+        self._stepping = optimizer, plan, parameters
+        if "grad" in self._kinds:
+            pairs = [(parameters[i].grad, place.grad) for i, place in plan.backward]
+            self._scan_all([(grad, node) for grad, node in pairs if grad is not None])
+
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Scans parameters, and moments when asked for, and ends the step."""
+        if _is_tracing() or self._stepping is None or self._stepping[0] is not optimizer:
+            return
+        _, plan, parameters = self._stepping
+        self._stepping = None
+        if not self._handles:  # closed while the optimizer stepped
+            return
         if "param" in self._kinds:
             self._scan_all([(parameters[i], place.param) for i, place in plan.watched])
         if "state" in self._kinds:
@@ -361,6 +362,30 @@ class _Plan:
     identity: list[int]
     watched: list[tuple[int, ParameterPlace]]
     backward: list[tuple[int, ParameterPlace]]
+
+
+def _children(x: Any, node: Node) -> Iterator[tuple[Any, Node]]:
+    """What a container holds, with the nodes for it; nothing for anything else."""
+    if isinstance(x, Mapping):
+        yield from ((value, node.child(key)) for key, value in x.items())
+    elif isinstance(x, tuple) and hasattr(x, "_fields"):
+        yield from ((value, node.child(key)) for key, value in zip(x._fields, x, strict=True))
+    elif isinstance(x, (tuple, list)):
+        yield from ((value, node.item(index)) for index, value in enumerate(x))
+    elif dataclasses.is_dataclass(x):
+        names = (field.name for field in dataclasses.fields(x))
+        yield from ((getattr(x, name, None), node.child(name)) for name in names)
+
+
+def _is_simple_leaf(module: nn.Module) -> bool:
+    """One of torch's own leaf layers: its inputs can be scanned after it ran, by one hook."""
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not any(True for _ in module.children())
+        and not getattr(module, "inplace", False)
+        and not isinstance(module, LazyModuleMixin)
+        and "forward" not in vars(module)
+    )
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

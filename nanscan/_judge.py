@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import torch
 
 from nanscan._row import Rows, absmax, nonfinite
 from nanscan._scan import ScanResult
-from nanscan._sites import ModulePlace, Node, ParameterPlace, Registry, Site
+from nanscan._sites import ModulePlace, Node, ParameterPlace, Site
 from nanscan._table import Snapshot, Table
 
 Verdict = Literal["origin", "propagated", "near-limit"]
@@ -63,7 +63,7 @@ class Finding:
     given: list[Seen] = field(default_factory=list)
     before: list[Seen] = field(default_factory=list)
     between: tuple[Site, Site] | None = None
-    history: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict, repr=False)
+    history: dict[str, npt.NDArray[Any]] = field(default_factory=dict, repr=False)
     affected: list[Site] = field(default_factory=list, repr=False)
     causes: list[Cause] = field(default_factory=list)
 
@@ -107,20 +107,17 @@ class Judge:
 
     Args:
         table: whose rows the snapshots hold.
-        registry: names of what the rows stand for.
         near_limit: share of a dtype's largest value from which a finite value is reported.
         rank: of this process.
     """
 
-    def __init__(self, table: Table, registry: Registry, near_limit: float, rank: int) -> None:
+    def __init__(self, table: Table, near_limit: float, rank: int) -> None:
         self._table = table
-        self._registry = registry
         self._near_limit = near_limit
         self._rank = rank
         self._bad_parameters: set[int] = set()
         self._reported: set[int] = set()  # rows reported as bad in this episode
         self._near: set[int] = set()  # rows reported as near the limit, still there
-        self._limits = np.zeros(0)  # largest finite value of each row's dtype
 
     @property
     def in_episode(self) -> bool:
@@ -134,6 +131,8 @@ class Judge:
             snapshot: the step's rows.
             untrained: they are parameters scanned before their model first ran.
         """
+        if not (snapshot.notable or self._reported or self._near):
+            return []
         step = _Step(self, snapshot)
         news = [self._near_finding(step, row) for row in self._newly_near(snapshot)]
         bad = step.bad_rows()
@@ -153,26 +152,16 @@ class Judge:
     # -- near the limit --------------------------------------------------------------------------
 
     def _newly_near(self, snapshot: Snapshot) -> list[int]:
-        rows = snapshot.rows
-        self._learn_limits(rows)
-        magnitude = absmax(rows)  # NaN, and so never near, where nothing finite was seen
-        near = {int(row) for row in np.flatnonzero(magnitude >= self._near_limit * self._limits)}
-        near = {row for row in near if not self._is_mask_value(row, magnitude[row])}
+        near = {row for row in snapshot.notable if self._is_near(row, snapshot.rows)}
         new = sorted(near - self._near)
         self._near = near
         return new
 
-    def _learn_limits(self, rows: Rows) -> None:
-        known = len(self._limits)
-        if known < len(rows):
-            self._limits = np.concatenate([self._limits, np.zeros(len(rows) - known)])
-        for row in np.flatnonzero((self._limits == 0) & (rows["calls"] > 0)):
-            dtype = self._table.dtype(int(row))
-            self._limits[row] = torch.finfo(dtype).max if dtype is not None else np.inf
-
-    def _is_mask_value(self, row: int, magnitude: float) -> bool:
-        """An additive mask is filled with the lowest finite value itself, torch.finfo(dtype).min."""
-        return self._table.nodes[row].kind == "input" and magnitude == self._limits[row]
+    def _is_near(self, row: int, rows: Rows) -> bool:
+        magnitude, limit = absmax(rows[row : row + 1])[0], self._table.limit(row)
+        if self._table.nodes[row].kind == "input" and magnitude == limit:
+            return False  # an additive mask is filled with torch.finfo(dtype).min itself
+        return bool(magnitude >= self._near_limit * limit)
 
     def _near_finding(self, step: _Step, row: int) -> Judged:
         return step.describe(row, "near-limit")
@@ -180,11 +169,10 @@ class Judge:
     # -- what stays bad --------------------------------------------------------------------------
 
     def _update_parameters(self, snapshot: Snapshot) -> None:
-        scanned = np.flatnonzero(snapshot.rows["calls"] > 0)
-        bad = nonfinite(snapshot.rows) > 0
-        for row in scanned:
-            if self._table.nodes[row].kind == "param":
-                (self._bad_parameters.add if bad[row] else self._bad_parameters.discard)(int(row))
+        bad = {row for row in snapshot.notable if nonfinite(snapshot.rows[row : row + 1])[0]}
+        parameters = {row for row in bad if self._table.nodes[row].kind == "param"}
+        clean = {row for row in self._bad_parameters - bad if snapshot.rows[row]["calls"]}
+        self._bad_parameters = self._bad_parameters - clean | parameters
 
 
 class _Step:
@@ -206,7 +194,11 @@ class _Step:
 
     def bad_rows(self) -> list[int]:
         """Bad rows in the order in which they went bad, masks left out."""
-        rows = [int(r) for r in np.flatnonzero(nonfinite(self._rows)) if not self._is_mask(int(r))]
+        rows = [
+            row
+            for row in self._snapshot.notable
+            if self._rows[row]["ticket"] and not self._is_mask(row)
+        ]
         tickets = {row: float(self._rows[row]["ticket"]) for row in rows}
         for row in rows:
             node = self._table.nodes[row]
@@ -222,8 +214,7 @@ class _Step:
         record = self._rows[row]
         if self._table.nodes[row].kind != "input" or record["nan"] or record["posinf"]:
             return False
-        limit = self._judge._limits[row]  # noqa: SLF001
-        return not absmax(record[None])[0] >= self._judge._near_limit * limit  # noqa: SLF001
+        return not self._judge._is_near(row, self._rows)  # noqa: SLF001
 
     # -- findings ----------------------------------------------------------------------------------
 
@@ -300,7 +291,9 @@ class _Step:
 
     def _outermost_inputs(self) -> list[int]:
         nodes = self._table.nodes
-        return [r for r in self._scanned() if nodes[r].kind == "input" and not nodes[r].place.parent]
+        return [
+            r for r in self._scanned() if nodes[r].kind == "input" and not nodes[r].place.parent
+        ]
 
     def _stats(self, row: int) -> ScanResult:
         return self._table.result(row, self._rows[row])

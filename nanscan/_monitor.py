@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
@@ -50,20 +49,20 @@ class Monitor:
         self,
         model: nn.Module | None,
         *,
-        kinds: Iterable[Kind],
+        kinds: frozenset[str],
         action: Action,
         history: int,
         near_limit: float,
     ) -> None:
         self._action = action
         self._lock = threading.RLock()
-        self._table = Table(history)
+        self._table = Table(history, near_limit)
         self._registry = Registry(model)
-        self._judge = Judge(self._table, self._registry, near_limit, _rank())
+        self._judge = Judge(self._table, near_limit, _rank())
         self._hooks = Hooks(
             self._registry,
             self._table,
-            frozenset(kinds),
+            kinds,
             on_sweep=self._parameters_swept,
             on_forward=self._forward_ended,
             on_step=self._optimizer_stepped,
@@ -89,7 +88,7 @@ class Monitor:
         """Whether nothing was bad in the last judged step, and no parameter is. Never blocks."""
         return not self._judge.in_episode
 
-    def history(self, site: Site) -> dict[str, npt.NDArray[np.generic]]:
+    def history(self, site: Site) -> dict[str, npt.NDArray[Any]]:
         """What a site held in the last steps.
 
         Args:
@@ -176,6 +175,12 @@ class Monitor:
         if self in _active:
             _active.remove(self)
 
+    def last_words(self) -> None:
+        """Judges what is left and never raises on its account: a crash is often the NaN's doing."""
+        if self._action == "raise":
+            self._action = "warn"
+        self.flush()
+
     # -- steps -----------------------------------------------------------------------------------
 
     def _parameters_swept(self) -> None:
@@ -213,10 +218,14 @@ class Monitor:
             self._act(new)
         return new
 
-    def _optimizer_facts(self, judged: Judged, optimizer: Optimizer | None) -> OptimizerFacts | None:
+    def _optimizer_facts(
+        self, judged: Judged, optimizer: Optimizer | None
+    ) -> OptimizerFacts | None:
         """Scans a bad parameter's moments now: a step later they would be bad as well."""
         place = judged.node.place
-        if optimizer is None or judged.node.kind != "param" or not isinstance(place, ParameterPlace):
+        if optimizer is None or judged.node.kind != "param":
+            return None
+        if not isinstance(place, ParameterPlace):
             return None
         found = self._hooks.parameter_of(optimizer, place)
         if found is None:
@@ -238,7 +247,8 @@ class Monitor:
         faults = [finding for finding in new if finding.verdict != "near-limit"]
         if callable(self._action):
             for finding in new:
-                if finding.verdict == "near-limit" or (finding is faults[0] and not self._announced):
+                near = finding.verdict == "near-limit"
+                if near or (finding is faults[0] and not self._announced):
                     self._action(finding)
         first = bool(faults) and not self._announced
         self._announced = self._judge.in_episode
@@ -288,11 +298,12 @@ def enable(
         model: the model to watch; None: every module that is called from now on. Enabling the same
             target again replaces its monitor.
         kinds: what to scan: module "input" (only tensors that no watched module returned) and
-            "output", parameter "grad" before an optimizer step and "param" after it, and "state",
-            the optimizer's moments.
-        action: what to do on the first bad step of an episode: "warn", "raise" a NonFiniteError from
-            the call that ends the step, "log" to the logger "nanscan", or a callable that gets the
-            Finding. Values near the limit never raise: they are logged, or given to the callable.
+            "output", parameter "grad" before an optimizer step and "param" after it, and
+            "state", the optimizer's moments.
+        action: what to do on the first bad step of an episode: "warn", "raise" a NonFiniteError
+            from the call that ends the step, "log" to the logger "nanscan", or a callable that
+            gets the Finding. Values near the limit never raise: they are logged, or given to the
+            callable.
         history: steps kept of each site.
         near_limit: share of a dtype's largest value from which a finite value is reported.
 
@@ -307,25 +318,27 @@ def enable(
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"nanscan: expected a torch.nn.Module or None, got {type(model).__name__}")
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    for kind in kinds:
+    wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
+    for kind in wanted:
         if kind not in KINDS:
             raise ValueError(f"nanscan: unknown kind {kind!r}; kinds are {', '.join(KINDS)}")
     if not callable(action) and action not in ("warn", "raise", "log"):
-        raise ValueError(f"nanscan: action must be 'warn', 'raise', 'log' or callable, got {action!r}")
+        raise ValueError(
+            f"nanscan: action must be 'warn', 'raise', 'log' or a callable, got {action!r}"
+        )
     if not isinstance(history, int) or history < 1:
         raise ValueError(f"nanscan: history must be a positive number of steps, got {history!r}")
     if not 0 < near_limit <= 1:
         raise ValueError(f"nanscan: near_limit must be in (0, 1], got {near_limit!r}")
-    for monitor in list(_active):
+    for monitor in tuple(_active):
         if monitor._model is model:  # noqa: SLF001
             monitor.close()
-    return Monitor(model, kinds=kinds, action=action, history=history, near_limit=near_limit)
+    return Monitor(model, kinds=wanted, action=action, history=history, near_limit=near_limit)
 
 
 def disable() -> None:
     """Closes every monitor of the process. No hook of nanscan is left anywhere."""
-    for monitor in list(_active):
+    for monitor in tuple(_active):
         monitor.close()
 
 
@@ -340,7 +353,7 @@ def watch(model: nn.Module | None = None, **options: Any) -> Iterator[Monitor]:
     try:
         yield monitor
     except BaseException:
-        _last_words(monitor)
+        monitor.last_words()
         raise
     else:
         monitor.flush()
@@ -348,15 +361,8 @@ def watch(model: nn.Module | None = None, **options: Any) -> Iterator[Monitor]:
         monitor.close()
 
 
-def _last_words(monitor: Monitor) -> None:
-    """A crash is often the NaN's doing: says what is known, without another exception."""
-    if monitor._action == "raise":  # noqa: SLF001
-        monitor._action = "warn"  # noqa: SLF001
-    monitor.flush()
-
-
 @atexit.register
 def _at_exit() -> None:
-    for monitor in list(_active):
-        _last_words(monitor)
+    for monitor in tuple(_active):
+        monitor.last_words()
         monitor.close()

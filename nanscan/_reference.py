@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanscan._row import ROW, order_key
+from nanscan._row import ROW, Rows, order_key
 
 
 def as_float64(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
@@ -21,8 +21,8 @@ def as_float64(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float
     return values
 
 
-def scan(x: torch.Tensor, *, moments: bool = False) -> np.void:
-    """The row of one scan of a floating-point or complex tensor, in any layout.
+def scan(x: torch.Tensor, *, moments: bool = False) -> Rows:
+    """The row, an array of shape [], of a floating-point or complex tensor in any layout.
 
     Synchronization: copies the tensor to the host and waits.
     """
@@ -49,4 +49,4 @@ def scan(x: torch.Tensor, *, moments: bool = False) -> np.void:
             row["sumsq"] = (finite * finite).sum()
         row["zeros"] = (finite == 0).sum()
         row["subnormals"] = ((finite != 0) & (np.abs(finite) < smallest)).sum()
-    return row[()]
+    return row

@@ -7,7 +7,7 @@ import textwrap
 import numpy as np
 
 from nanscan._judge import Finding, Seen
-from nanscan._scan import ScanResult, describe
+from nanscan._scan import ScanResult, describe, describe_parts
 from nanscan._sites import Site
 
 _WIDTH = 100
@@ -29,7 +29,8 @@ def report(finding: Finding) -> str:
     if finding.verdict == "propagated" and finding.causes and not finding.before:
         verdict = "propagated: handed in from outside"
     lines = [f"{finding.site} is {kind} in step {finding.step}{rank} ({verdict})"]
-    lines += _block("values", [describe(finding.stats)])
+    counts, *rest = describe_parts(finding.stats)
+    lines += _block("values", [counts, ", ".join(rest)] if rest else [counts])
     if finding.between:
         lines += _block("between", [f"{finding.between[0]}  and  {finding.between[1]}"])
     lines += _block("given", _table(finding.given))
@@ -71,7 +72,7 @@ def _history(finding: Finding) -> list[str]:
     history = finding.history
     if not history or len(history["step"]) <= 1:
         return []
-    bad = history["nan"] + history["posinf"] + history["neginf"]
+    bad = np.sum([history[name] for name in ("nan", "posinf", "neginf")], axis=0)
     entries = [
         f"step {step}: {'-' if np.isnan(top) else f'{top:.4g}'}" + (f" ({n} bad)" if n else "")
         for step, top, n in zip(history["step"], history["absmax"], bad, strict=True)

@@ -27,6 +27,7 @@ ROW = np.dtype(
 )
 
 Rows = npt.NDArray[np.void]
+Record = np.void  # one row
 Floats = npt.NDArray[np.float64]
 
 _SIGN = np.uint64(1 << 63)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from nanscan import _C, _reference
 from nanscan._errors import NonFiniteError
-from nanscan._row import ROW
+from nanscan._row import Rows
 from nanscan._tensors import DTYPES, Unscannable, plain_parts, reason
 
 _FIELDS = struct.Struct("<7Q4I2d2Q24x")
@@ -48,6 +48,12 @@ class ScanResult:
         done when `check` returns.
     """
 
+    numel: int
+    nan_count: int
+    posinf_count: int
+    neginf_count: int
+    calls: int
+
     __slots__ = (
         "_first_bad",
         "_max_key",
@@ -64,7 +70,7 @@ class ScanResult:
 
     def __init__(
         self,
-        row: bytes | np.void,
+        row: bytes | np.void | Rows,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *,
@@ -87,7 +93,9 @@ class ScanResult:
         ) = _FIELDS.unpack(row if isinstance(row, bytes) else row.tobytes())
         self.shape = shape
         self.dtype = dtype
-        self._moments = (total, squares, zeros, subnormals) if moments else None
+        self._moments: tuple[float, float, int, int] | None = (
+            (total, squares, zeros, subnormals) if moments else None
+        )
 
     @property
     def inf_count(self) -> int:
@@ -230,7 +238,7 @@ def check(x: torch.Tensor, *, moments: bool = False) -> ScanResult:
 def _check_other(x: torch.Tensor, status: int, *, moments: bool) -> ScanResult:
     """Everything the core does not take as it is: unwraps it, or says what is wrong."""
     if not isinstance(x, torch.Tensor):
-        hint = "; use check_many for a list, tuple or dict" if isinstance(x, (list, tuple, dict)) else ""
+        hint = "; check_many takes containers" if isinstance(x, (list, tuple, dict)) else ""
         raise TypeError(f"nanscan: expected a torch.Tensor, got {_type_name(x)}{hint}")
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"nanscan: expected a floating-point tensor, got {x.dtype}")
@@ -266,15 +274,18 @@ def _check_parts(x: torch.Tensor, *, moments: bool) -> ScanResult:
         return ScanResult(row, tuple(plain.shape), plain.dtype, moments=moments)
     if row == _C.OTHER_DEVICE:
         return ScanResult(
-            _reference.scan(plain, moments=moments), tuple(plain.shape), plain.dtype, moments=moments
+            _reference.scan(plain, moments=moments),
+            tuple(plain.shape),
+            plain.dtype,
+            moments=moments,
         )
     kind = ValueError if row == _C.NO_DATA else TypeError
     raise kind(f"nanscan: cannot scan this {_type_name(x)}: {reason(plain, row)}")
 
 
 def _type_name(x: object) -> str:
-    kind = type(x)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    module, name = type(x).__module__, type(x).__qualname__
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 def _dtype_names() -> str:
@@ -335,6 +346,11 @@ def assert_finite(x: torch.Tensor, name: str | None = None) -> None:
 
 def describe(result: ScanResult) -> str:
     """One line: what is wrong, of how many, where first, and the range of the rest."""
+    return ", ".join(describe_parts(result))
+
+
+def describe_parts(result: ScanResult) -> list[str]:
+    """What `describe` joins: counts of how many; where first; the range of the rest."""
     counts = [
         f"{count:,} {name}"
         for count, name in (
@@ -345,9 +361,12 @@ def describe(result: ScanResult) -> str:
         if count
     ]
     dtype = str(result.dtype).removeprefix("torch.")
-    text = f"{', '.join(counts) or 'all finite'} of {result.numel:,} ({dtype} {list(result.shape)})"
+    what = f"{', '.join(counts) or 'all finite'} of {result.numel:,}"
+    parts = [f"{what} ({dtype} {list(result.shape)})"]
     if result.first_nonfinite is not None:
-        text += f", first at {result.first_nonfinite}"
-    if result.min is None:
-        return text + (", no finite value" if result.numel else "")
-    return text + f", finite values in [{result.min:.6g}, {result.max:.6g}]"
+        parts.append(f"first at {result.first_nonfinite}")
+    if result.min is not None:
+        parts.append(f"finite values in [{result.min:.6g}, {result.max:.6g}]")
+    elif result.numel:
+        parts.append("no finite value")
+    return parts

@@ -181,8 +181,8 @@ class Registry:
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
         self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
         self._owned: dict[int, list[int]] = {}  # ids of the parameters each module brought
-        self._on_add: Callable[[int, ModulePlace], None] = lambda key, place: None
-        self._on_forget: Callable[[int], None] = lambda key: None
+        self._on_add: Callable[[int, ModulePlace], None] | None = None
+        self._on_forget: Callable[[int], None] | None = None
         if model is not None:
             self._add_root(model)
 
@@ -261,10 +261,10 @@ class Registry:
         prefix = "" if next(iter(self._roots)) == label else f"{label}."
         for name, module in root.named_modules():
             if id(module) not in self.places:
-                parent = root.get_submodule(name.rpartition(".")[0]) if name else None
-                self._add(
-                    module, prefix + name if name else label, parent and self.places[id(parent)]
-                )
+                parent = None
+                if name:
+                    parent = self.places[id(root.get_submodule(name.rpartition(".")[0]))]
+                self._add(module, prefix + name if name else label, parent)
             self._add_parameters(module, prefix + name)
         return self.places[id(root)]
 
@@ -275,7 +275,8 @@ class Registry:
             self._by_name[name] = place
         key = id(module)
         self.places[key] = place
-        self._on_add(key, place)
+        if self._on_add is not None:
+            self._on_add(key, place)
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
         return place
 
@@ -291,7 +292,8 @@ class Registry:
 
     def _forget(self, key: int) -> None:
         self.places.pop(key, None)
-        self._on_forget(key)
+        if self._on_forget is not None:
+            self._on_forget(key)
         self._lifetimes.pop(key, None)
         for parameter in self._owned.pop(key, ()):
             self._parameters.pop(parameter, None)

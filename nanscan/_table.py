@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +24,13 @@ class Snapshot:
         step: the step's number.
         rows: [N] records of dtype `ROW`.
         order: [N] position of each row among the step's first visits, from 1; 0: not visited.
+        notable: rows that are non-finite or near their dtype's limit.
     """
 
     step: int
     rows: Rows
     order: npt.NDArray[np.uint64]
+    notable: list[int]
 
 
 class Table:
@@ -34,10 +38,11 @@ class Table:
 
     Args:
         history: how many steps to keep; memory is history * rows * 136 bytes.
+        near_limit: share of a dtype's largest value from which a finite value makes a row notable.
     """
 
-    def __init__(self, history: int) -> None:
-        self.core = _C.Table()
+    def __init__(self, history: int, near_limit: float) -> None:
+        self.core = _C.Table(near_limit)
         self.visit = self.core.visit
         self.scan = self.core.scan
         self.scan_many = self.core.scan_many
@@ -84,8 +89,8 @@ class Table:
             self._rows[slot, count:] = np.zeros((), ROW)
             self._order[slot, count:] = 0
             rows, order = self._rows[slot, :count], self._order[slot, :count]
-        self.core.snapshot(rows.view(np.uint8), order)
-        return Snapshot(step, rows, order)
+        notable = self.core.snapshot(rows.view(np.uint8), order)
+        return Snapshot(step, rows, order, notable)
 
     def _reserve(self, count: int) -> None:
         steps, capacity = self._rows.shape
@@ -99,20 +104,21 @@ class Table:
     def result(self, row: int, record: np.void) -> ScanResult:
         """A record of a row as a result, with the dtype and shape that the host last saw there."""
         described = self.core.describe(row)
-        dtype, shape = described if described else ("float32", ())
+        dtype, shape = described or ("float32", ())
         return ScanResult(record, shape, getattr(torch, dtype))
 
-    def dtype(self, row: int) -> torch.dtype | None:
-        """The dtype last scanned into a row."""
+    def limit(self, row: int) -> float:
+        """Largest finite value of the dtype last scanned into a row."""
         described = self.core.describe(row)
-        dtype: torch.dtype | None = getattr(torch, described[0]) if described else None
-        return dtype
+        return float(torch.finfo(getattr(torch, described[0])).max) if described else math.inf
 
-    def history(self, row: int) -> dict[str, npt.NDArray[np.generic]]:
+    def history(self, row: int) -> dict[str, npt.NDArray[Any]]:
         """The kept steps in which a row was scanned, oldest first, as arrays of one length."""
         slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
         slots = slots[self._steps[slots] >= 0]
-        rows = self._rows[slots, row] if row < self._rows.shape[1] else self._rows[slots[:0], 0:0]
+        if row >= self._rows.shape[1]:  # its first step is not over yet
+            slots = slots[:0]
+        rows = self._rows[slots, row] if len(slots) else np.zeros(0, ROW)
         used = rows["calls"] > 0
         rows, steps = rows[used], self._steps[slots][used]
         return {

@@ -1,4 +1,4 @@
-"""From any tensor to plain ones: what can be scanned as it is, what can be unwrapped, what cannot."""
+"""From any tensor to plain ones: what can be scanned as it is, or unwrapped, and what cannot."""
 
 from __future__ import annotations
 

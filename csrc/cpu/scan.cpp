@@ -20,7 +20,8 @@ extern const Variant kVariant_generic;
 
 namespace {
 
-constexpr size_t kStage = 4096;  // bytes of L1 in which scattered elements are gathered
+constexpr int64_t kGrainBytes = 512 << 10;  // least work of a thread
+constexpr size_t kStage = 4096;             // bytes of L1 in which scattered elements are gathered
 
 std::vector<const Variant*> usable_variants() {
 #if defined(__x86_64__)
@@ -88,8 +89,8 @@ struct Job {
     return t;
   }
 
-  // Long flat runs are scanned in place; anything else is gathered into L1 first, so that one kernel
-  // serves every layout.
+  // Long flat runs are scanned in place; anything else is gathered into L1 first, so that one
+  // kernel serves every layout.
   void strided(int64_t begin, int64_t end, BlockTotals& t) const {
     const Dims& outer = layout.outer;
     int64_t position[kMaxDims];
@@ -218,12 +219,13 @@ ScanTotals scan(const TensorView& view, bool moments) {
   const Variant& variant = *selected();
   const int dtype = static_cast<int>(view.dtype);
   const int item = item_size(view.dtype);
-  Job job{view, layout, variant.scan[dtype], moments ? variant.moments[dtype] : nullptr, item, {}, {}};
+  Job job{view, layout, variant.scan[dtype], moments ? variant.moments[dtype] : nullptr, item,
+          {},   {}};
   const auto stored = static_cast<int64_t>(layout.stored);
   if (layout.stored * item < kParallelBytes)
     job.totals = job.range(0, stored);
   else
-    parallel_for(stored, static_cast<int64_t>(kParallelBytes) / 2 / item, Job::run, &job);
+    parallel_for(stored, kGrainBytes / item, Job::run, &job);
 
   const BlockTotals& t = job.totals;
   result.nan = t.nan * layout.repeat;
@@ -255,8 +257,7 @@ uint64_t first_nonfinite(const TensorView& view) {
     flat.logical.stride[0] = 1;
   }
   const BlockScan scan = selected()->scan[static_cast<int>(view.dtype)];
-  return with_format(view.dtype,
-                     [&](auto format) { return search<decltype(format)>(flat, scan); });
+  return with_format(view.dtype, [&](auto format) { return search<decltype(format)>(flat, scan); });
 }
 
 std::vector<const char*> variants() {
@@ -293,8 +294,7 @@ void plain_read(const void* data, uint64_t bytes) {
   if (bytes < kParallelBytes)
     Range::run(0, static_cast<int64_t>(bytes), &range);
   else
-    parallel_for(static_cast<int64_t>(bytes), static_cast<int64_t>(kParallelBytes) / 2, Range::run,
-                 &range);
+    parallel_for(static_cast<int64_t>(bytes), kGrainBytes, Range::run, &range);
 }
 
 }  // namespace nanscan::cpu

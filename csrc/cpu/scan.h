@@ -1,7 +1,8 @@
-// Scans of tensors in host memory: picks the instruction set, walks any layout, uses torch's threads.
+// Scans of tensors in host memory: picks the instruction set, walks any layout, uses torch's
+// threads.
 //
-// Contract: bitwise deterministic whatever the number of threads, the two moment sums excepted. Never
-// touches Python: callers may release the GIL. An empty tensor gives all-zero totals.
+// Contract: bitwise deterministic whatever the number of threads, the two moment sums excepted.
+// Never touches Python: callers may release the GIL. An empty tensor gives all-zero totals.
 #pragma once
 
 #include <vector>
@@ -13,7 +14,7 @@ namespace nanscan::cpu {
 
 // From this size on a scan is shared out to torch's intra-op threads, and callers release the GIL:
 // below it, waking a thread costs more than it saves.
-constexpr uint64_t kParallelBytes = uint64_t{1} << 20;
+constexpr uint64_t kParallelBytes = uint64_t{2} << 20;
 
 ScanTotals scan(const TensorView& view, bool moments);
 

@@ -1,0 +1,93 @@
+"""The command line: python -m nanscan info | demo | run script.py args..."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import nanscan
+from nanscan import _C, _demo
+from nanscan._monitor import Monitor, disable, enable
+
+_ACTIONS = ("warn", "raise", "log")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses the command line and runs one command. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    if options.command == "info":
+        print(info())  # noqa: T201 - it is a command's output
+        return 0
+    if options.command == "demo":
+        return _demo.main()
+    return _run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nanscan", description=nanscan.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, and what this build can use on this machine")
+    commands.add_parser("demo", help="a real half-precision run that breaks, found and repaired")
+    run = commands.add_parser("run", help="run an unchanged script with the hooks on")
+    run.add_argument("--action", choices=_ACTIONS, default="warn", help="default: warn")
+    run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
+    run.add_argument("script", help="script file, or module with -m")
+    run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def info() -> str:
+    """What bug reports need: versions, the build, and what is used here."""
+    toolkit = f"nvcc {_C.CUDA_TOOLKIT}" if _C.CUDA_TOOLKIT else "no nvcc"
+    rows = [
+        ("nanscan", nanscan.__version__),
+        ("torch", torch.__version__),
+        ("numpy", np.__version__),
+        ("python", f"{platform.python_version()} on {platform.platform()}"),
+        ("CPU kernels", f"{_C.variant()} (this machine can run {', '.join(_C.variants())})"),
+        ("threads", f"{torch.get_num_threads()}, torch's own"),
+        ("CUDA kernels", f"none, CPU only (built with {toolkit})"),
+    ]
+    return "\n".join(f"{name:<14}{value}" for name, value in rows)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Runs a script as `python script` would, with every module of the process watched."""
+    target = options.script
+    if not options.module and not Path(target).exists():
+        print(f"nanscan: no such script: {target}", file=sys.stderr)  # noqa: T201
+        return 2
+    monitor = enable(action=options.action)
+    sys.argv = [target, *options.args]
+    try:
+        if options.module:
+            sys.path.insert(0, "")
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+    finally:
+        _finish(monitor)
+    return 0
+
+
+def _finish(monitor: Monitor) -> None:
+    monitor.last_words()
+    disable()
+    faults = [finding for finding in monitor.findings if finding.verdict != "near-limit"]
+    if faults:
+        print(  # noqa: T201
+            f"nanscan: {faults[0].site} was the first to go bad, in step {faults[0].step} "
+            f"({len(faults)} sites in all)",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
