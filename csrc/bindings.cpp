@@ -150,11 +150,11 @@ py::object bound(py::object object, const char* name, const char* doc) {
 }
 
 std::vector<int> snapshot(Table& table, py::array_t<uint8_t, py::array::c_style> rows,
-                          py::array_t<uint64_t, py::array::c_style> order) {
+                          py::array_t<uint64_t, py::array::c_style> order, bool reset) {
   if (rows.nbytes() != table.size() * static_cast<py::ssize_t>(sizeof(Row)) ||
       order.size() != table.size())
     throw py::value_error("nanscan: snapshot expects arrays of exactly the table's size");
-  return table.snapshot(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
+  return table.snapshot(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data(), reset);
 }
 
 const char* const kDTypeNames[kDTypeCount] = {"float16",         "bfloat16",       "float32",
@@ -188,7 +188,8 @@ void define_table(py::module_& m) {
       .def("__len__", &Table::size)
       .def_property_readonly("visits", &Table::visits)
       .def("order", [](const Table& table, int row) { return context_of(table, row).order; })
-      .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert())
+      .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert(),
+           py::arg("reset") = true)
       .def("describe", &describe)
       .def_property_readonly("visit",
                              [](py::object self) {
@@ -214,8 +215,8 @@ void define_calls(py::module_& m) {
            py::arg("table"), py::arg("slow"), py::arg("inputs"), py::arg("outputs"),
            py::arg("late_keywords"), py::keep_alive<1, 2>())
       .def("add",
-           [](Calls& calls, uintptr_t module, py::handle place) {
-             calls.add(reinterpret_cast<const void*>(module), place.ptr());
+           [](Calls& calls, uintptr_t module, py::handle place, bool outermost) {
+             calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost);
            })
       .def("remove", [](Calls& calls,
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })

@@ -41,6 +41,7 @@ Calls::Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_
       late_keywords_(late_keywords),
       serial_(next_serial()),
       name_unknown_(PyUnicode_InternFromString("unknown")),
+      name_is_running_(PyUnicode_InternFromString("is_running")),
       name_first_call_(PyUnicode_InternFromString("first_call")),
       name_input_(PyUnicode_InternFromString("new_input")),
       name_keywords_(PyUnicode_InternFromString("keywords")),
@@ -50,8 +51,8 @@ Calls::Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_
 Calls::~Calls() {
   forget_running();
   for (auto& entry : modules_) release(entry.second);
-  for (PyObject* name : {name_unknown_, name_first_call_, name_input_, name_keywords_, name_output_,
-                         name_forward_ended_})
+  for (PyObject* name : {name_unknown_, name_is_running_, name_first_call_, name_input_,
+                         name_keywords_, name_output_, name_forward_ended_})
     Py_DECREF(name);
 }
 
@@ -61,9 +62,9 @@ void Calls::release(Module* module) {
   delete module;
 }
 
-void Calls::add(const void* module, PyObject* place) {
+void Calls::add(const void* module, PyObject* place, bool outermost) {
   remove(module);
-  modules_[module] = new Module{Py_NewRef(place)};
+  modules_[module] = new Module{module, Py_NewRef(place), outermost};
 }
 
 void Calls::remove(const void* module) {
@@ -102,32 +103,58 @@ PyObject* Calls::running() {
   return s.empty() ? nullptr : s.back()->place;
 }
 
-// Leaves entry null if the module is not to be watched.
+// A KeyboardInterrupt ends module calls, and torch tells no hook. What they left on the stack shows
+// only when a module comes that would not be called below it: is the lowest one really running?
+bool Calls::drop_interrupted(Module* entry) {
+  Stack& running = stack();
+  const bool suspicious =
+      !running.empty() && (!entry || entry->outermost ||
+                           std::find(running.begin(), running.end(), entry) != running.end());
+  if (!suspicious) return true;
+  PyObject* key = PyLong_FromVoidPtr(const_cast<void*>(running.front()->key));
+  PyObject* answer = key ? call(slow_, name_is_running_, key) : nullptr;
+  Py_XDECREF(key);
+  if (answer == Py_False) {
+    Stack stack;
+    stack.swap(running);
+    for (Module* module : stack) release(module);
+  }
+  return succeeded(answer);
+}
+
+// Leaves entry null if the module is not to be watched; else the caller releases it.
 bool Calls::find_or_ask(PyObject* module, Module*& entry) {
+  if (!drop_interrupted(find(module))) return false;
   entry = find(module);
   if (!entry) {
     if (!succeeded(call(slow_, name_unknown_, module))) return false;
     if (!(entry = find(module))) return true;
   }
+  acquire(entry);
   if (entry->called) return true;
   entry->called = true;
-  return succeeded(call(slow_, name_first_call_, entry->place));
+  if (succeeded(call(slow_, name_first_call_, entry->place))) return true;
+  release(entry);
+  return false;
 }
 
 bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
   Module* entry;
   if (!find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  stack().push_back(acquire(entry));
+  stack().push_back(entry);
   if (!inputs_) return true;
-  return visit_inputs(*entry, args) && (late_keywords_ || visit_keywords(*entry, kwargs));
+  acquire(entry);  // `slow` may close the monitor, which empties the stack
+  const bool done =
+      visit_inputs(*entry, args) && (late_keywords_ || visit_keywords(*entry, kwargs));
+  release(entry);
+  return done;
 }
 
 bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output) {
   Module* entry;
   if (!find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  acquire(entry);
   const bool done = (!inputs_ || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
                     (!outputs_ || visit_output(*entry, output)) &&
                     (!stack().empty() || succeeded(call(slow_, name_forward_ended_)));
@@ -140,13 +167,11 @@ bool Calls::visit_inputs(Module& module, PyObject* args) {
   const Py_ssize_t count = PyTuple_GET_SIZE(args);
   if (static_cast<size_t>(count) > module.arguments.size()) module.arguments.resize(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    Argument& argument = module.arguments[i];
     PyObject* x = PyTuple_GET_ITEM(args, i);
-    const int row = table_.visit(x, argument.row);
+    const int row = table_.visit(x, module.arguments[i].row);
     if (row == kNotFloat) continue;
-    if (row >= 0 && std::find(argument.sources, argument.sources + kSources, row) !=
-                        argument.sources + kSources)
-      continue;
+    const int* sources = module.arguments[i].sources;  // now: other threads may run in a visit
+    if (row >= 0 && std::find(sources, sources + kSources, row) != sources + kSources) continue;
     PyObject* index = PyLong_FromSsize_t(i);
     PyObject* status = PyLong_FromLong(row);
     const int own = take_row(

@@ -22,7 +22,8 @@ class Calls {
   Calls(const Calls&) = delete;
   Calls& operator=(const Calls&) = delete;
 
-  void add(const void* module, PyObject* place);
+  // outermost: no known module contains it.
+  void add(const void* module, PyObject* place, bool outermost);
   void remove(const void* module);
   void forget_running();
 
@@ -44,7 +45,9 @@ class Calls {
     int next = 0;
   };
   struct Module {
+    const void* key;
     PyObject* place;
+    bool outermost;
     int references = 1;  // of the map and of the stacks; counted under the GIL
     bool called = false;
     int output_row = -1;
@@ -59,6 +62,7 @@ class Calls {
   static void release(Module* module);
   Module* find(PyObject* module) const;
   bool find_or_ask(PyObject* module, Module*& entry);
+  bool drop_interrupted(Module* entry);
   Stack& stack();
   bool visit_inputs(Module& module, PyObject* args);
   bool visit_keywords(Module& module, PyObject* kwargs);
@@ -70,8 +74,8 @@ class Calls {
   const uint64_t serial_;  // never used twice, unlike an address
   std::unordered_map<const void*, Module*> modules_;
   std::unordered_map<unsigned long, Stack> stacks_;  // by thread; entries are never erased
-  PyObject *name_unknown_, *name_first_call_, *name_input_, *name_keywords_, *name_output_,
-      *name_forward_ended_;
+  PyObject *name_unknown_, *name_is_running_, *name_first_call_, *name_input_, *name_keywords_,
+      *name_output_, *name_forward_ended_;
 };
 
 }  // namespace nanscan

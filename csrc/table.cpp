@@ -31,8 +31,8 @@ ScanTotals scan_host(const TensorView& view, bool moments) {
   return totals;
 }
 
-Status view_host_tensor(PyObject* tensor, TensorView& view) {
-  const Status status = view_tensor(tensor, view);
+Status view_host_tensor(PyObject* tensor, TensorView& view, LazyBits lazy_bits) {
+  const Status status = view_tensor(tensor, view, lazy_bits);
   return status == kOk && view.device.type != dlpack::kCPU ? kOtherDevice : status;
 }
 
@@ -138,7 +138,7 @@ void Table::describe(RowContext& context, const TensorView& view) const {
 
 Status Table::scan(PyObject* tensor, int index) {
   TensorView view;
-  const Status status = view_host_tensor(tensor, view);
+  const Status status = view_host_tensor(tensor, view, LazyBits::kByStrides);
   if (status != kOk) return status;
   const ScanTotals totals = scan_host(view, /*moments=*/false);
   Row& target = row(index);
@@ -150,17 +150,17 @@ Status Table::scan(PyObject* tensor, int index) {
 
 int Table::visit(PyObject* tensor, int index) {
   int64_t version = kNoVersion;
-  const SeenTensors::Entry* seen = seen_.find(tensor);
-  const bool known = seen != nullptr;
+  const bool known = seen_.find(tensor) != nullptr;
   if (known) {
-    const SeenTensors::Entry entry = *seen;  // asking for the version may run other code
-    version = version_of(tensor, expect_inference_);
-    if (version != kNoVersion && entry.version == version && refers_to(entry.weakref, tensor))
-      return entry.row;
+    version = version_of(tensor, expect_inference_);  // may let other threads run: look only after
+    const SeenTensors::Entry* seen = seen_.find(tensor);
+    if (version != kNoVersion && seen && seen->version == version &&
+        refers_to(seen->weakref, tensor))
+      return seen->row;
   }
   if (index < 0) {
     TensorView view;
-    const Status status = view_host_tensor(tensor, view);
+    const Status status = view_host_tensor(tensor, view, LazyBits::kByStrides);
     return status == kOk ? kNeedsRow : status;
   }
   const Status status = scan(tensor, index);
@@ -175,7 +175,7 @@ int Table::visit(PyObject* tensor, int index) {
   return index;
 }
 
-std::vector<int> Table::snapshot(Row* rows, uint64_t* order) {
+std::vector<int> Table::snapshot(Row* rows, uint64_t* order, bool reset) {
   std::vector<int> notable;
   for (int i = 0; i < size(); ++i) {
     Row& source = row(i);
@@ -186,17 +186,19 @@ std::vector<int> Table::snapshot(Row* rows, uint64_t* order) {
       notable.push_back(i);
     rows[i] = source;
     order[i] = context.order;
-    if (context.order == 0) continue;
+    if (context.order == 0 || !reset) continue;
     source = Row{};
     context.order = 0;
   }
-  visits_ = 0;
-  seen_.clear();
+  if (reset) {
+    visits_ = 0;
+    seen_.clear();
+  }
   return notable;
 }
 
 Status scan_once(PyObject* tensor, bool moments, TensorView& view, Row& row) {
-  const Status status = view_host_tensor(tensor, view);
+  const Status status = view_host_tensor(tensor, view, LazyBits::kAlwaysAsk);
   if (status != kOk) return status;
   uint32_t ticket = 0;
   merge_into(row, scan_host(view, moments), ticket, [&] { return cpu::first_nonfinite(view); });

@@ -73,9 +73,9 @@ class Table {
   // row that holds its values, or a negative Status. `row` may be -1: then only look.
   int visit(PyObject* tensor, int row);
 
-  // Copies rows [0, size) and their order to host memory, then resets both and forgets what was
-  // seen. Returns the rows that are non-finite or near their limit: mostly none.
-  std::vector<int> snapshot(Row* rows, uint64_t* order);
+  // Copies rows [0, size) and their order to host memory; with `reset` it then resets both and
+  // forgets what was seen. Returns the rows that are non-finite or near their limit: mostly none.
+  std::vector<int> snapshot(Row* rows, uint64_t* order, bool reset);
 
  private:
   static constexpr int kRowsPerChunk = 512;

@@ -78,7 +78,7 @@ bool initialize_torch(PyObject* tensor, PyObject* parameter, PyObject* capsule) 
   return name_is_neg && name_is_conj;
 }
 
-Status view_tensor(PyObject* object, TensorView& view) {
+Status view_tensor(PyObject* object, TensorView& view, LazyBits lazy_bits) {
   PyTypeObject* type = Py_TYPE(object);
   if (type != tensor_type && type != parameter_type) return kNotPlain;
   dlpack::Tensor t;
@@ -89,9 +89,6 @@ Status view_tensor(PyObject* object, TensorView& view) {
   if (t.ndim >= kMaxDims) return kNoView;
   const int format = format_of(t.dtype, view.is_complex);
   if (format < 0) return static_cast<Status>(format);
-  if (call_bool(object, name_is_neg)) return kLazyBit;
-  if (view.is_complex && call_bool(object, name_is_conj)) return kLazyBit;
-
   view.dtype = static_cast<DType>(format);
   view.device = t.device;
   view.data = static_cast<const char*>(t.data) + t.byte_offset;
@@ -99,10 +96,18 @@ Status view_tensor(PyObject* object, TensorView& view) {
   Dims& dims = view.logical;
   dims.count = t.ndim;
   const int64_t parts = view.is_complex ? 2 : 1;
+  bool every_other = true;  // no stride is odd
   for (int i = t.ndim - 1; i >= 0; --i) {
     dims.size[i] = t.shape[i];
     dims.stride[i] = t.strides ? t.strides[i] * parts : static_cast<int64_t>(view.elements) * parts;
     view.elements *= static_cast<uint64_t>(t.shape[i]);
+    every_other &= t.shape[i] == 1 || dims.stride[i] % 2 == 0;
+  }
+  // NOTES: asking makes torch release and take the GIL, which costs as much as the rest of the
+  // view.
+  if (lazy_bits == LazyBits::kAlwaysAsk || view.is_complex || every_other) {
+    if (call_bool(object, name_is_neg)) return kLazyBit;
+    if (view.is_complex && call_bool(object, name_is_conj)) return kLazyBit;
   }
   if (view.is_complex) {
     dims.size[dims.count] = 2;

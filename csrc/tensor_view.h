@@ -56,8 +56,12 @@ struct MemoryLayout {
 // Makes torch's types and exchange table known. Once, before any other call; raises on mismatch.
 bool initialize_torch(PyObject* tensor_type, PyObject* parameter_type, PyObject* exchange_capsule);
 
+// When to ask torch for a negative or conjugate bit. torch's public functions set a negative bit
+// only on imaginary parts of conjugates, which hold every other element; kByStrides relies on that.
+enum class LazyBits { kAlwaysAsk, kByStrides };
+
 // Fills `view`. Never leaves a Python error set. No synchronisation.
-Status view_tensor(PyObject* object, TensorView& view);
+Status view_tensor(PyObject* object, TensorView& view, LazyBits lazy_bits);
 
 // Sorts, drops and coalesces dimensions, so that dense tensors in any dimension order become flat.
 void plan_layout(const TensorView& view, MemoryLayout& layout);

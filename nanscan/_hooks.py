@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 from torch.optim.optimizer import (
     Optimizer,
+    _global_optimizer_post_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -35,6 +41,7 @@ _MAX_DEPTH = 16  # of nested containers
 _MAX_PLANS = 64
 _NEEDS_ROW = _C.NEEDS_ROW
 _NOT_FLOAT = _C.NOT_FLOAT
+_CALL = nn.Module._call_impl.__code__  # noqa: SLF001 - the frame of every module call
 _NOTHING = (type(None), bool, int, float, str, bytes, complex)
 
 # While torch.compile traces a hook this is the constant True, and the hook leaves nothing behind.
@@ -84,9 +91,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._step_handle: RemovableHandle | None = None
         self._plans: dict[int, _Plan] = {}  # by id(optimizer)
-        self._in_optimizer = False
-        # Between the two hooks of an optimizer step: the optimizer, its plan and its parameters.
-        self._stepping: tuple[Optimizer, _Plan, list[torch.Tensor]] | None = None
+        self._stepping = _Stepping()
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -100,7 +105,9 @@ class Hooks:
             return
         self._attach_modules()
         self._handles.append(register_optimizer_step_pre_hook(self.before_step))
-        self._step_handle = register_optimizer_step_post_hook(self.after_step)
+        if self._step_handle is None:
+            self._step_handle = register_optimizer_step_post_hook(self.after_step)
+            _step_handles.add(self._step_handle.id)
 
     def _attach_modules(self) -> None:
         if not self._registry.only:
@@ -109,7 +116,10 @@ class Hooks:
                 register_module_forward_hook(self.after, with_kwargs=True, always_call=True)
             )
             return
-        for module, _ in self._registry.modules():
+        for module, place in self._registry.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                place.outputs.skipped = "torch takes no hooks on a scripted module"
+                continue
             if _is_simple_leaf(module):
                 self._handles.append(module.register_forward_hook(self.leaf, with_kwargs=True))
                 continue
@@ -122,10 +132,18 @@ class Hooks:
         """Removes every hook; hook dicts are as they were before."""
         for handle in self._handles:
             handle.remove()
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one
         self._handles.clear()
         self._calls.forget_running()
-        if self._step_handle is not None and not self._in_optimizer:
+        _leaving.add(self)
+        if not _in_post_hooks:
+            _remove_step_hooks()
+
+    def remove_step_hook(self) -> None:
+        """The last part of `detach`, unless all was attached again meanwhile."""
+        if self._step_handle is not None and not self._handles:
             self._step_handle.remove()
+            _step_handles.discard(self._step_handle.id)
             self._step_handle = None
 
     # A copied or unpickled model carries bound methods of these hooks along. Copies are unknown to
@@ -149,7 +167,7 @@ class Hooks:
         """Scans what a module returned. Also called when it raised, to keep the stack right."""
         if _is_tracing():
             return
-        if output is None and sys.exc_info()[1] is not None:  # a hook on one module is told None
+        if output is None and _is_passing(sys.exc_info()[2]):  # a hook on one module is told None
             output = _RAISED
         if output is _RAISED:
             self._after(module, kwargs)
@@ -168,6 +186,16 @@ class Hooks:
         """A module that the registry has not met."""
         self._registry.discover(module, self._calls.running)
 
+    def is_running(self, module: int) -> bool:
+        """Whether a module, by id, is being called, apart from the call that has just begun."""
+        frame, outer = sys._getframe(), False  # noqa: SLF001
+        while frame := frame.f_back:  # type: ignore[assignment]
+            if frame.f_code is _CALL:
+                if outer and id(frame.f_locals["self"]) == module:
+                    return True
+                outer = True
+        return False
+
     def first_call(self, place: ModulePlace) -> None:
         """A module runs for the first time. What do the parameters around it hold?"""
         place.called = True
@@ -176,8 +204,8 @@ class Hooks:
             outermost = outermost.parent
         if not outermost.swept and "param" in self._kinds:
             outermost.swept = True
-            self._sweep_parameters(outermost)
-            self._on_sweep()
+            if self._sweep_parameters(outermost):
+                self._on_sweep()
 
     def new_input(self, place: ModulePlace, index: int, x: Any, row: int) -> int:
         """An argument from a new source, or not a plain tensor. Returns its own row or -1."""
@@ -202,42 +230,52 @@ class Hooks:
         """An outermost module returned."""
         self._on_forward()
 
-    def _sweep_parameters(self, outermost: ModulePlace) -> None:
+    def _sweep_parameters(self, outermost: ModulePlace) -> bool:
+        """Gives the parameters of a model their rows; whether there is anything bad in them now."""
+        found = False
         for module, owner in self._registry.modules():
             if owner.is_inside(outermost):
                 for parameter in module.parameters(recurse=False):
                     known = self._registry.parameter(parameter, "")
                     if known is not None and known.param.row < 0:
-                        self._scan(parameter, known.param)
+                        self._table.add(known.param)
+                        found |= self._scan_if_bad(parameter, known.param)
+        return found
 
-    def _visit_one(self, x: Any, node: Node, depth: int = 0) -> None:
+    def _scan_if_bad(self, tensor: torch.Tensor, node: Node) -> bool:
+        """Leaves the row alone where all is well, so that it is the optimizer step's alone."""
+        row = _C.scan_once(tensor, False)
+        if isinstance(row, bytes) and not self._table.is_notable(row, tensor.dtype):
+            return False
+        self._scan_all([(tensor, node)])
+        return isinstance(row, bytes)
+
+    def _visit_one(self, x: Any, node: Node, around: tuple[int, ...] = ()) -> None:
         row = self._visit(x, node.row)
         if row >= 0:
             node.add_source(row)
         elif row != _NOT_FLOAT:
-            self._visit_other(x, node, row, depth)
+            self._visit_other(x, node, row, around)
 
-    def _visit_other(self, x: Any, node: Node, status: int, depth: int = 0) -> None:
-        """Everything but a plain tensor that already has its row."""
+    def _visit_other(self, x: Any, node: Node, status: int, around: tuple[int, ...] = ()) -> None:
+        """Everything but a plain tensor that already has its row; `around`: containers, by id."""
         if isinstance(x, torch.Tensor):
             if status == _NEEDS_ROW:
-                self._table.add(node)
+                if node.row < 0:
+                    self._table.add(node)
+                    node.computed = _has_history(x)
                 node.skipped = ""
                 self._visit(x, node.row)
             else:
                 self._scan_unusual(x, node, status)
-        elif depth < _MAX_DEPTH and not isinstance(x, _NOTHING):
-            for value, child in _children(x, node):
-                self._visit_one(value, child, depth + 1)
+        elif len(around) < _MAX_DEPTH and not isinstance(x, _NOTHING) and id(x) not in around:
+            try:
+                for value, child in _children(x, node):
+                    self._visit_one(value, child, (*around, id(x)))
+            except Exception as error:  # noqa: BLE001 - a container of the user's may raise anything
+                node.skipped = f"reading it raised {type(error).__name__}: {error}"
 
     # -- scans without a look at what was seen before --------------------------------------------
-
-    def _scan(self, tensor: torch.Tensor, node: Node) -> None:
-        if node.row < 0:
-            self._table.add(node)
-        status = self._table.scan(tensor, node.row)
-        if status not in (0, _NOT_FLOAT):
-            self._scan_unusual(tensor, node, status)
 
     def _scan_all(self, pairs: list[tuple[torch.Tensor, Node]]) -> None:
         for _, node in pairs:
@@ -271,26 +309,40 @@ class Hooks:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans gradients in the order in which backward made them, as far as that is known."""
-        self._stepping = None
+        self._stepping.optimizer = 0
         if _is_tracing():
             return
         plan = self._plan(optimizer)
-        if plan is None:
+        if plan is None or self._step_handle is None:
             return
-        parameters = _parameters(optimizer)
-        self._stepping = optimizer, plan, parameters
+        _move_to_end(self._step_handle)
+        self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
         if "grad" in self._kinds:
+            parameters = _parameters(optimizer)
             pairs = [(parameters[i].grad, place.grad) for i, place in plan.backward]
             self._scan_all([(grad, node) for grad, node in pairs if grad is not None])
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans parameters, and moments when asked for, and ends the step."""
-        if _is_tracing() or self._stepping is None or self._stepping[0] is not optimizer:
+        if _is_tracing():
             return
-        _, plan, parameters = self._stepping
-        self._stepping = None
-        if not self._handles:  # closed while the optimizer stepped
-            return
+        _in_post_hooks.append(self)
+        try:
+            if self._stepping.optimizer == id(optimizer) and self._handles:
+                self._stepping.optimizer = 0
+                plan = self._stepping.plan
+                # Before a closure ran, its model may not have been known.
+                plan = (self._plan(optimizer) or plan) if plan.has_loose else plan
+                self._scan_after_step(optimizer, plan)
+                self._on_step(optimizer)
+        finally:
+            _in_post_hooks.remove(self)
+            handle = self._step_handle
+            if handle is None or handle.id == next(reversed(_global_optimizer_post_hooks), None):
+                _remove_step_hooks()
+
+    def _scan_after_step(self, optimizer: Optimizer, plan: _Plan) -> None:
+        parameters = _parameters(optimizer)
         if "param" in self._kinds:
             self._scan_all([(parameters[i], place.param) for i, place in plan.watched])
         if "state" in self._kinds:
@@ -301,11 +353,6 @@ class Hooks:
                     for name, moment in moments(optimizer, parameters[i])
                 ]
             )
-        self._in_optimizer = True
-        try:
-            self._on_step(optimizer)
-        finally:
-            self._in_optimizer = False
 
     def parameter_of(
         self, optimizer: Optimizer, place: ParameterPlace
@@ -324,7 +371,12 @@ class Hooks:
         """Places of an optimizer's parameters; None if none of them is watched."""
         identity = [id(p) for p in _parameters(optimizer)]
         plan = self._plans.get(id(optimizer))
-        if plan is None or plan.identity != identity:
+        if (
+            plan is None
+            or plan.optimizer() is not optimizer
+            or plan.identity != identity
+            or (plan.has_loose and plan.known != self._registry.parameters_known)
+        ):
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[id(optimizer)] = self._make_plan(optimizer, identity)
@@ -339,14 +391,21 @@ class Hooks:
         ]
         watched = [(i, place) for i, place in places if place is not None]
         backward = sorted(watched, key=lambda pair: -self._forward_position(pair[1]))
-        return _Plan(identity, watched, backward)
+        has_loose = any(place.parent is None for _, place in watched)
+        known = self._registry.parameters_known
+        return _Plan(weakref.ref(optimizer), identity, known, has_loose, watched, backward)
 
     def _forward_position(self, place: ParameterPlace) -> int:
-        """When the module that owns a parameter ran in this step; 0: it did not."""
-        if place.parent is None:
-            return 0
-        rows = [node.row for node in place.parent.outputs.walk() if node.row >= 0]
-        return max((self._table.order(row) for row in rows), default=0)
+        """When the module that owns a parameter ran in this step; 0: it did not.
+
+        A module may use the parameters of one inside it without calling that.
+        """
+        owner, position = place.parent, 0
+        while owner is not None and position == 0:
+            rows = [node.row for node in owner.outputs.walk() if node.row >= 0]
+            position = max((self._table.order(row) for row in rows), default=0)
+            owner = owner.parent
+        return position
 
 
 @dataclasses.dataclass
@@ -354,12 +413,18 @@ class _Plan:
     """The parameters of one optimizer that are watched, as (position, place).
 
     Attributes:
+        optimizer: whose plan it is.
         identity: ids of all its parameters, to notice when they change.
+        known: how many parameters of modules were known, to notice new ones.
+        has_loose: some parameter belongs to no known module.
         watched: in the optimizer's order.
         backward: in the order in which backward reaches them: the last module to run comes first.
     """
 
+    optimizer: weakref.ref[Optimizer]
     identity: list[int]
+    known: int
+    has_loose: bool
     watched: list[tuple[int, ParameterPlace]]
     backward: list[tuple[int, ParameterPlace]]
 
@@ -371,10 +436,50 @@ def _children(x: Any, node: Node) -> Iterator[tuple[Any, Node]]:
     elif isinstance(x, tuple) and hasattr(x, "_fields"):
         yield from ((value, node.child(key)) for key, value in zip(x._fields, x, strict=True))
     elif isinstance(x, (tuple, list)):
-        yield from ((value, node.item(index)) for index, value in enumerate(x))
+        for index, value in enumerate(x):
+            if not isinstance(value, _NOTHING):
+                yield value, node.item(index)
     elif dataclasses.is_dataclass(x):
         names = (field.name for field in dataclasses.fields(x))
         yield from ((getattr(x, name, None), node.child(name)) for name in names)
+
+
+def _has_history(x: torch.Tensor) -> bool:
+    try:
+        return x.grad_fn is not None
+    except RuntimeError:  # some views that were changed in place raise when asked
+        return True
+
+
+class _Stepping(threading.local):
+    """Between the two hooks of an optimizer step: whose step it is, by id, and its plan."""
+
+    optimizer = 0
+    plan: _Plan
+
+
+# torch walks over its dict of post hooks while one of ours runs, and an action may close monitors
+# there. So one of ours is the last in that dict, and what is closed leaves it when that has run.
+_step_handles: set[int] = set()  # by id
+_in_post_hooks: list[Hooks] = []
+_leaving: set[Hooks] = set()
+
+
+def _move_to_end(handle: RemovableHandle) -> None:
+    """Puts our hook behind those that a user registered later. No post hook runs now."""
+    hooks = cast("OrderedDict[int, Any]", _global_optimizer_post_hooks)
+    if next(reversed(hooks), None) not in _step_handles:
+        hooks.move_to_end(handle.id)
+
+
+def _remove_step_hooks() -> None:
+    while _leaving:
+        _leaving.pop().remove_step_hook()
+
+
+def _is_passing(traceback: TracebackType | None) -> bool:
+    """Whether an exception has come as far as the caller of our hook."""
+    return traceback is not None and traceback.tb_frame is sys._getframe(2)  # noqa: SLF001
 
 
 def _is_simple_leaf(module: nn.Module) -> bool:
@@ -408,3 +513,5 @@ class _Inert:
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None: ...
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None: ...
+
+    def leaf(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None: ...

@@ -115,7 +115,7 @@ class Judge:
         self._table = table
         self._near_limit = near_limit
         self._rank = rank
-        self._bad_parameters: set[int] = set()
+        self._bad_parameters: dict[int, ScanResult] = {}  # by row, as last scanned
         self._reported: set[int] = set()  # rows reported as bad in this episode
         self._near: set[int] = set()  # rows reported as near the limit, still there
 
@@ -145,7 +145,7 @@ class Judge:
         faults = [news_item for news_item in news if news_item.finding.verdict != "near-limit"]
         if faults:
             faults[0].finding.affected = [item.finding.site for item in faults[1:]]
-        elif not bad and not self._bad_parameters:
+        elif snapshot.whole and not bad and not self._bad_parameters:
             self._reported.clear()
         return news
 
@@ -154,7 +154,8 @@ class Judge:
     def _newly_near(self, snapshot: Snapshot) -> list[int]:
         near = {row for row in snapshot.notable if self._is_near(row, snapshot.rows)}
         new = sorted(near - self._near)
-        self._near = near
+        unseen = {row for row in self._near if not snapshot.rows[row]["calls"]}
+        self._near = near | unseen
         return new
 
     def _is_near(self, row: int, rows: Rows) -> bool:
@@ -170,9 +171,11 @@ class Judge:
 
     def _update_parameters(self, snapshot: Snapshot) -> None:
         bad = {row for row in snapshot.notable if nonfinite(snapshot.rows[row : row + 1])[0]}
-        parameters = {row for row in bad if self._table.nodes[row].kind == "param"}
-        clean = {row for row in self._bad_parameters - bad if snapshot.rows[row]["calls"]}
-        self._bad_parameters = self._bad_parameters - clean | parameters
+        for row in [row for row in self._bad_parameters if snapshot.rows[row]["calls"]]:
+            del self._bad_parameters[row]
+        for row in bad:
+            if self._table.nodes[row].kind == "param":
+                self._bad_parameters[row] = self._table.result(row, snapshot.rows[row])
 
 
 class _Step:
@@ -185,10 +188,13 @@ class _Step:
         self._rows = snapshot.rows
         self._order = snapshot.order
         self._earlier: set[int] = set(judge._bad_parameters)  # noqa: SLF001 - rows already bad
+        self._made = False  # whether something went bad in this step that no caller handed in
 
     def note(self, row: int) -> None:
         """From here on this row counts as bad for what comes after it."""
         self._earlier.add(row)
+        node = self._table.nodes[row]
+        self._made |= node.kind != "input" or node.place.parent is not None
 
     # -- which rows are bad, in what order ---------------------------------------------------------
 
@@ -222,16 +228,18 @@ class _Step:
         """Verdict and surroundings of a bad row."""
         node = self._table.nodes[row]
         judged = self.describe(row, "origin")
-        if untrained:
+        if untrained and node.kind == "param":
             judged.untrained = True
             return judged
         place = node.place
         if node.kind == "input":
-            judged.from_outside = place.parent is None
+            by_code = node.computed or place.parent is not None
+            between = self._between(row) if by_code else None
+            judged.from_outside = place.parent is None and between is None and not self._made
             if judged.from_outside or self._earlier:
                 judged.finding.verdict = "propagated"
             else:
-                judged.finding.between = self._between(row)
+                judged.finding.between = between
         elif self._was_handed_bad_values(row, node):
             judged.finding.verdict = "propagated"
         elif node.kind == "grad":
@@ -256,11 +264,13 @@ class _Step:
         place = node.place
         if node.kind == "output" and isinstance(place, ModulePlace):
             sources = set[int]().union(*(n.sources for n in place.input_nodes()))
-            sources |= {p.param.row for p in place.parameters.values()}
+            if not sources:  # inputs are not watched
+                return bool(self._earlier - {row})
+            sources = sources.union(*(p.param.sources for p in place.parameters.values()))
             inside = {r for r in self._earlier if self._table.nodes[r].place.is_inside(place)}
             return bool((sources | inside) & self._earlier - {row})
         if node.kind == "param" and isinstance(place, ParameterPlace):
-            return place.grad.row in self._earlier
+            return bool(place.grad.sources & self._earlier)
         return bool(self._earlier - {row})
 
     def _scanned(self) -> Iterator[int]:
@@ -282,9 +292,10 @@ class _Step:
         place = node.place
         if node.kind == "output" and isinstance(place, ModulePlace):
             sources = set[int]().union(*(n.sources for n in place.input_nodes()))
-            sources |= {p.param.row for p in place.parameters.values()} & self._earlier
+            weights = set[int]().union(*(p.param.sources for p in place.parameters.values()))
+            sources |= weights & self._earlier
         elif node.kind == "param" and isinstance(place, ParameterPlace):
-            sources = {place.grad.row}
+            sources = place.grad.sources
         else:
             sources = set()
         return sorted(sources - {-1, node.row})
@@ -299,8 +310,12 @@ class _Step:
         return self._table.result(row, self._rows[row])
 
     def _seen(self, rows: Iterable[int]) -> list[Seen]:
+        known = self._judge._bad_parameters  # noqa: SLF001
         return [
-            (self._table.nodes[row].site, self._stats(row))
+            (
+                self._table.nodes[row].site,
+                self._stats(row) if self._rows[row]["calls"] else known[row],
+            )
             for row in rows
-            if self._rows[row]["calls"] > 0
+            if self._rows[row]["calls"] or row in known
         ]

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -68,11 +69,13 @@ class Monitor:
             on_step=self._optimizer_stepped,
         )
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
+        self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
+        self._step_begun = False  # a forward with gradients ended since the last step did
         self._manual = False
         self._waits_for_optimizer: bool | None = None  # None: not known yet
         self._announced = False
-        self._model = model
+        self._model = None if model is None else weakref.ref(model)
         self._hooks.attach()
         _active.append(self)
 
@@ -87,6 +90,12 @@ class Monitor:
     def healthy(self) -> bool:
         """Whether nothing was bad in the last judged step, and no parameter is. Never blocks."""
         return not self._judge.in_episode
+
+    def watches(self, model: nn.Module | None) -> bool:
+        """Whether this is the monitor of that model; None: of every module of the process."""
+        return (
+            self._model is None if model is None else bool(self._model and self._model() is model)
+        )
 
     def history(self, site: Site) -> dict[str, npt.NDArray[Any]]:
         """What a site held in the last steps.
@@ -138,14 +147,16 @@ class Monitor:
         Synchronization: none.
         """
         self._manual = True
-        self._end_step(optimizer=None, advance=True)
+        self._end_step(None)
 
     def poll(self) -> list[Finding]:
-        """Judges what has arrived on the host and returns what is new. Never blocks.
+        """Findings that are new since the last call, oldest first. Never blocks.
 
-        Rows of CPU tensors are judged when their step ends, so this finds nothing more.
+        Rows of CPU tensors arrive, and are judged, when their step ends.
         """
-        return []
+        new = self._found - self._polled
+        self._polled = self._found
+        return list(self._findings)[len(self._findings) - min(new, len(self._findings)) :]
 
     def flush(self) -> list[Finding]:
         """Judges everything scanned so far, the unfinished step included, and acts on it.
@@ -158,7 +169,7 @@ class Monitor:
 
         Synchronization: waits for the scans.
         """
-        return self._end_step(optimizer=None, advance=False)
+        return self._look()
 
     def pause(self) -> None:
         """Removes all hooks; `resume` puts them back."""
@@ -184,12 +195,12 @@ class Monitor:
     # -- steps -----------------------------------------------------------------------------------
 
     def _parameters_swept(self) -> None:
-        self._end_step(optimizer=None, advance=False, untrained=True)
+        self._look(untrained=True)
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         self._waits_for_optimizer = True
         if not self._manual:
-            self._end_step(optimizer=optimizer, advance=True)
+            self._end_step(optimizer)
 
     def _forward_ended(self) -> None:
         if self._manual or torch._C._current_autograd_node() is not None:  # noqa: SLF001
@@ -197,25 +208,37 @@ class Monitor:
         if self._waits_for_optimizer is None and torch.is_grad_enabled():
             self._waits_for_optimizer = _any_optimizer()
         if not self._waits_for_optimizer:
-            self._end_step(optimizer=None, advance=True)
-        elif not torch.is_grad_enabled():
-            self._end_step(optimizer=None, advance=False)
+            self._end_step(None)
+        elif torch.is_grad_enabled():
+            self._step_begun = True
+        else:  # validation, which starts afresh, or a teacher amid a step, which must not split it
+            self._look(reset=not self._step_begun)
 
-    def _end_step(
-        self, *, optimizer: Optimizer | None, advance: bool, untrained: bool = False
-    ) -> list[Finding]:
+    def _end_step(self, optimizer: Optimizer | None) -> None:
+        with self._lock:
+            snapshot = self._table.take(self._step, keep=True) if self._table.visits else None
+            self._step += 1
+            self._step_begun = False
+            if snapshot is not None:
+                self._conclude(self._judge.judge(snapshot), optimizer)
+
+    def _look(self, *, reset: bool = False, untrained: bool = False) -> list[Finding]:
+        """Judges a step so far and, unless `reset`, lets it go on in one piece."""
         with self._lock:
             if not self._table.visits:
                 return []
-            snapshot = self._table.take(self._step, keep=advance)
-            self._step += advance
-            judged = self._judge.judge(snapshot, untrained=untrained)
-            for number, item in enumerate(judged):
-                facts = self._optimizer_facts(item, optimizer) if number < _MAX_EXPLAINED else None
-                item.finding.causes = causes(item, facts)
-            new = [item.finding for item in judged]
-            self._findings.extend(new)
-            self._act(new)
+            snapshot = self._table.take(self._step, keep=False, reset=reset)
+            return self._conclude(self._judge.judge(snapshot, untrained=untrained), None)
+
+    def _conclude(self, judged: list[Judged], optimizer: Optimizer | None) -> list[Finding]:
+        """Diagnoses, keeps and acts on what was judged."""
+        for number, item in enumerate(judged):
+            facts = self._optimizer_facts(item, optimizer) if number < _MAX_EXPLAINED else None
+            item.finding.causes = causes(item, facts)
+        new = [item.finding for item in judged]
+        self._findings.extend(new)
+        self._found += len(new)
+        self._act(new)
         return new
 
     def _optimizer_facts(
@@ -331,7 +354,7 @@ def enable(
     if not 0 < near_limit <= 1:
         raise ValueError(f"nanscan: near_limit must be in (0, 1], got {near_limit!r}")
     for monitor in tuple(_active):
-        if monitor._model is model:  # noqa: SLF001
+        if monitor.watches(model):
             monitor.close()
     return Monitor(model, kinds=wanted, action=action, history=history, near_limit=near_limit)
 

@@ -33,13 +33,13 @@ def report(finding: Finding) -> str:
     lines += _block("values", [counts, ", ".join(rest)] if rest else [counts])
     if finding.between:
         lines += _block("between", [f"{finding.between[0]}  and  {finding.between[1]}"])
-    lines += _block("given", _table(finding.given))
-    lines += _block("before", _table(finding.before))
+    lines += _rows("given", finding.given)
+    lines += _rows("before", finding.before)
     lines += _block("history", _history(finding))
     for cause in finding.causes:
         lines += _block("cause", [cause.title])
         lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
-    if not finding.causes:
+    if not finding.causes and finding.verdict == "origin":
         lines += _block("cause", ["no likely cause found"])
     lines += _block("also bad", _affected(finding.affected))
     return "\n".join(lines)
@@ -59,13 +59,17 @@ def summary(stats: ScanResult) -> str:
     if stats.is_finite:
         if stats.absmax is None:
             return "empty"
-        return f"finite, min {stats.min:.4g}, max {stats.max:.4g}, absmax {stats.absmax:.4g}"
+        return f"min {stats.min:<11.4g} max {stats.max:<11.4g} absmax {stats.absmax:.4g}"
     return describe(stats)
 
 
-def _table(seen: list[Seen]) -> list[str]:
+def _rows(label: str, seen: list[Seen]) -> list[str]:
+    """A table, one line a site, not wrapped."""
     width = max((len(str(site)) for site, _ in seen), default=0)
-    return [f"{site!s:<{width}}  {summary(stats)}" for site, stats in seen]
+    return [
+        f"  {'' if number else label:<{_LABEL}}{site!s:<{width}}  {summary(stats)}"
+        for number, (site, stats) in enumerate(seen)
+    ]
 
 
 def _history(finding: Finding) -> list[str]:

@@ -107,18 +107,31 @@ class Node:
     Attributes:
         row: its row in the table, -1 until something was scanned for it.
         sources: rows in which the tensors seen here were found, this node's own among them.
+        computed: autograd had a history of the tensor first scanned here: it came out of some code.
         late: scanned after the module ran, though it went in before (keyword arguments of global
             hooks).
         skipped: why what was seen here was not scanned, if so.
     """
 
-    __slots__ = ("children", "items", "kind", "late", "path", "place", "row", "skipped", "sources")
+    __slots__ = (
+        "children",
+        "computed",
+        "items",
+        "kind",
+        "late",
+        "path",
+        "place",
+        "row",
+        "skipped",
+        "sources",
+    )
 
     def __init__(self, place: Place, kind: Kind, path: str = "", *, late: bool = False) -> None:
         self.place = place
         self.kind = kind
         self.path = path
         self.late = late
+        self.computed = False
         self.row = -1
         self.sources: set[int] = set()
         self.skipped = ""
@@ -175,24 +188,24 @@ class Registry:
     def __init__(self, model: nn.Module | None) -> None:
         self.only = model is not None
         self.places: dict[int, ModulePlace] = {}  # by id(module)
-        self._parameters: dict[int, ParameterPlace] = {}  # by id(parameter)
+        # By id(parameter); the reference takes an entry out when its parameter is gone.
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], ParameterPlace]] = {}
         self._by_name: dict[str, ModulePlace] = {}
         self._loose: dict[str, ParameterPlace] = {}  # parameters of no known module, by name
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
         self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
-        self._owned: dict[int, list[int]] = {}  # ids of the parameters each module brought
-        self._on_add: Callable[[int, ModulePlace], None] | None = None
+        self._on_add: Callable[[int, ModulePlace, bool], None] | None = None
         self._on_forget: Callable[[int], None] | None = None
         if model is not None:
             self._add_root(model)
 
     def listen(
-        self, on_add: Callable[[int, ModulePlace], None], on_forget: Callable[[int], None]
+        self, on_add: Callable[[int, ModulePlace, bool], None], on_forget: Callable[[int], None]
     ) -> None:
-        """Tells of every module that is known, now and later, by its id, and of its end."""
+        """Tells of each module, now and later: id, place, if outermost; and of its end."""
         self._on_add, self._on_forget = on_add, on_forget
         for key, place in self.places.items():
-            on_add(key, place)
+            on_add(key, place, place.parent is None)
 
     def modules(self) -> Iterator[tuple[nn.Module, ModulePlace]]:
         """Every module that is known and alive."""
@@ -213,12 +226,19 @@ class Registry:
 
         Args:
             parameter: the parameter.
-            loose_name: what to call it when no known module has it.
+            loose_name: what to call it when no known module has it; "": it has no place then.
         """
-        place = self._parameters.get(id(parameter))
-        if place is None and not self.only:
-            place = self._loose.setdefault(loose_name, ParameterPlace(loose_name, None))
-        return place
+        known = self._parameters.get(id(parameter))
+        if known is not None:
+            return known[1]
+        if self.only or not loose_name:
+            return None
+        return self._loose.setdefault(loose_name, ParameterPlace(loose_name, None))
+
+    @property
+    def parameters_known(self) -> int:
+        """How many parameters of known modules there are."""
+        return len(self._parameters)
 
     def discover(self, module: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
         """Names a module that was called and is not known; None where it is not to be watched.
@@ -276,7 +296,7 @@ class Registry:
         key = id(module)
         self.places[key] = place
         if self._on_add is not None:
-            self._on_add(key, place)
+            self._on_add(key, place, parent is None)
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
         return place
 
@@ -287,13 +307,15 @@ class Registry:
                 full = f"{name}.{key}".removeprefix(".")
                 places[key] = ParameterPlace(full, self.places[id(module)])
             if id(parameter) not in self._parameters:  # a tied weight goes by its first name
-                self._parameters[id(parameter)] = places[key]
-                self._owned.setdefault(id(module), []).append(id(parameter))
+                self._name_parameter(parameter, places[key])
+
+    def _name_parameter(self, parameter: torch.Tensor, place: ParameterPlace) -> None:
+        key = id(parameter)
+        reference = weakref.ref(parameter, lambda _: self._parameters.pop(key, None))
+        self._parameters[key] = reference, place
 
     def _forget(self, key: int) -> None:
         self.places.pop(key, None)
         if self._on_forget is not None:
             self._on_forget(key)
         self._lifetimes.pop(key, None)
-        for parameter in self._owned.pop(key, ()):
-            self._parameters.pop(parameter, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from nanscan import _C
-from nanscan._row import ROW, Rows, absmax, finite_max, finite_min
+from nanscan._row import ROW, Rows, absmax, finite_max, finite_min, nonfinite
 from nanscan._scan import ScanResult
 from nanscan._sites import Node
 
@@ -25,12 +26,14 @@ class Snapshot:
         rows: [N] records of dtype `ROW`.
         order: [N] position of each row among the step's first visits, from 1; 0: not visited.
         notable: rows that are non-finite or near their dtype's limit.
+        whole: the rows began anew after it; else it is a look at a step that goes on.
     """
 
     step: int
     rows: Rows
     order: npt.NDArray[np.uint64]
     notable: list[int]
+    whole: bool
 
 
 class Table:
@@ -43,10 +46,12 @@ class Table:
 
     def __init__(self, history: int, near_limit: float) -> None:
         self.core = _C.Table(near_limit)
+        self._near_limit = near_limit
         self.visit = self.core.visit
         self.scan = self.core.scan
         self.scan_many = self.core.scan_many
         self.nodes: list[Node] = []
+        self._lock = threading.Lock()  # rows and nodes are of one length
         self._steps = np.full(history, -1, np.int64)
         self._rows = np.zeros((history, 0), ROW)
         self._order = np.zeros((history, 0), np.uint64)
@@ -63,34 +68,38 @@ class Table:
 
     def add(self, node: Node) -> int:
         """Gives a node its row."""
-        node.row = self.core.add_row()
+        with self._lock:
+            if node.row < 0:  # else another thread was faster
+                self.nodes.append(node)
+                node.row = self.core.add_row()
         node.add_source(node.row)
-        self.nodes.append(node)
         return node.row
 
-    def take(self, step: int, *, keep: bool) -> Snapshot:
-        """Copies all rows to the host and resets them.
+    def take(self, step: int, *, keep: bool, reset: bool = True) -> Snapshot:
+        """Copies all rows to the host.
 
         Args:
             step: number of the step.
             keep: make it part of the history; the returned arrays are then views of the history
                 and valid until `history` more steps were kept.
+            reset: begin all rows anew. Else they go on: what is looked at amid a step stays in it.
 
         Synchronization: none.
         """
-        count = len(self.nodes)
-        if not keep:
-            rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
-        else:
-            self._reserve(count)
-            slot = self._taken % len(self._steps)
-            self._taken += 1
-            self._steps[slot] = step
-            self._rows[slot, count:] = np.zeros((), ROW)
-            self._order[slot, count:] = 0
-            rows, order = self._rows[slot, :count], self._order[slot, :count]
-        notable = self.core.snapshot(rows.view(np.uint8), order)
-        return Snapshot(step, rows, order, notable)
+        with self._lock:
+            count = len(self.nodes)
+            if not keep:
+                rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
+            else:
+                self._reserve(count)
+                slot = self._taken % len(self._steps)
+                self._taken += 1
+                self._steps[slot] = step
+                self._rows[slot, count:] = np.zeros((), ROW)
+                self._order[slot, count:] = 0
+                rows, order = self._rows[slot, :count], self._order[slot, :count]
+            notable = self.core.snapshot(rows.view(np.uint8), order, reset)
+        return Snapshot(step, rows, order, notable, reset)
 
     def _reserve(self, count: int) -> None:
         steps, capacity = self._rows.shape
@@ -111,6 +120,12 @@ class Table:
         """Largest finite value of the dtype last scanned into a row."""
         described = self.core.describe(row)
         return float(torch.finfo(getattr(torch, described[0])).max) if described else math.inf
+
+    def is_notable(self, record: bytes, dtype: torch.dtype) -> bool:
+        """Whether a record of one scan is non-finite or near its dtype's limit."""
+        rows = np.frombuffer(record, ROW)
+        near = self._near_limit * torch.finfo(dtype).max
+        return bool(nonfinite(rows)[0] or absmax(rows)[0] >= near)
 
     def history(self, row: int) -> dict[str, npt.NDArray[Any]]:
         """The kept steps in which a row was scanned, oldest first, as arrays of one length."""

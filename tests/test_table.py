@@ -218,7 +218,8 @@ def refusals():
         "freed": (freed, _C.NO_DATA),
         "sparse": (torch.ones(2).to_sparse(), _C.NO_VIEW),
         "65 dims": (torch.ones(1).as_strided((1,) * 65, (1,) * 65), _C.NO_VIEW),
-        "negative bit": (torch._neg_view(torch.ones(2)), _C.LAZY_BIT),
+        "negative bit": (torch.ones(2, dtype=torch.complex64).conj().imag, _C.LAZY_BIT),
+        "negative bit, one element": (torch._neg_view(torch.ones(1)), _C.LAZY_BIT),
         "conjugate bit": (torch.ones(2, dtype=torch.complex64).conj(), _C.LAZY_BIT),
     }
 

@@ -1,0 +1,51 @@
+"""Scenario 5: a float16 feed-forward layer outgrows 65504; LayerNorm makes NaN of its Inf."""
+
+import pytest
+import torch
+from models import infer, no_trace
+from torch import nn
+
+import nanscan
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.wi = nn.Linear(width, 4 * width, bias=False)
+        self.wo = nn.Linear(4 * width, width, bias=False)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(self.wo(torch.relu(self.wi(x))))
+
+
+@pytest.mark.parametrize("scope", ["model", "global"])
+def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
+    torch.manual_seed(0)
+    model = Block()
+    x = torch.randn(2, 16)
+    with torch.no_grad():
+        model.wo.weight *= 500
+        top = model.wo(torch.relu(model.wi(x))).abs().max()
+    model.half()
+    steps = [x * (scale / top) for scale in (1e3, 1e4, 4e4, 5e4, 3e5)]
+    with no_trace(), nanscan.watch(model if scope == "model" else None, action="log") as monitor:
+        infer(model, *[step.half() for step in steps])
+
+    near = [f for f in monitor.findings if f.verdict == "near-limit"]
+    assert [(f.step, str(f.site)) for f in near] == [(2, "wo output")]
+    assert 30000 < near[0].stats.absmax < 65504
+
+    first, second = [f for f in monitor.findings if f.verdict != "near-limit"]
+    assert (first.step, str(first.site), first.verdict) == (4, "wo output", "origin")
+    assert (second.step, str(second.site), second.verdict) == (4, "norm output", "propagated")
+    assert first.stats.inf_count > 0
+    assert first.stats.nan_count == 0
+    assert second.stats.nan_count > 0
+    growth = first.history["absmax"][:4]
+    assert (growth[1:] > growth[:-1]).all()
+
+    cause = first.causes[0]
+    assert cause.title == "overflow of float16: values grew beyond 65504"
+    assert f"{first.stats.inf_count:,} Inf beside finite values" in cause.evidence
+    assert "bfloat16" in cause.remedy

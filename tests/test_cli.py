@@ -1,0 +1,115 @@
+"""python -m nanscan: info, demo and run, as a user calls them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanscan
+from nanscan import _C
+
+BROKEN = """
+    import sys
+    import torch
+
+    print("argv:", sys.argv[1:], "main:", __name__)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        batch = torch.ones(4, 2)
+        if step == 2:
+            batch[1, 1] = float("nan")
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+"""
+
+CRASHING = """
+    import torch
+
+    model = torch.nn.Linear(2, 3)
+    with torch.no_grad():
+        model.weight[0, 0] = float("inf")
+    torch.distributions.Categorical(logits=model(torch.ones(1, 2)))
+"""
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nanscan", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(nanscan.__file__).parent.parent)},
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(source: str, name: str = "train.py") -> Path:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write
+
+
+def test_info_says_what_a_bug_report_needs():
+    done = run("info")
+    assert done.returncode == 0
+    for expected in (nanscan.__version__, torch.__version__, _C.variant(), "CUDA kernels  none"):
+        assert expected in done.stdout
+
+
+def test_run_watches_an_unchanged_script(script):
+    done = run("run", str(script(BROKEN)), "--epochs", "3", "-m", "x")
+    assert done.returncode == 0
+    assert "argv: ['--epochs', '3', '-m', 'x'] main: __main__" in done.stdout
+    assert "Sequential input[0] is non-finite in step 2" in done.stderr
+    assert done.stderr.count("NonFiniteWarning") == 1
+    assert "train.py:14: NonFiniteWarning" in done.stderr  # the line of the user's that ended it
+
+
+def test_run_raises_when_asked(script):
+    done = run("run", "--action", "raise", str(script(BROKEN)))
+    assert done.returncode == 1
+    assert "NonFiniteError: nanscan: Sequential input[0]" in done.stderr
+
+
+def test_run_takes_a_module(script):
+    path = script(BROKEN, "training_module.py")
+    done = run("run", "-m", "training_module", "--lr", "1", cwd=path.parent)
+    assert "argv: ['--lr', '1'] main: __main__" in done.stdout
+    assert "Sequential input[0] is non-finite in step 2" in done.stderr
+
+
+def test_a_crash_still_tells_what_was_seen(script):
+    done = run("run", str(script(CRASHING)))
+    assert done.returncode == 1
+    assert "ValueError" in done.stderr
+    assert "weight param is non-finite" in done.stderr
+
+
+def test_exit_status_is_the_scripts_own(script):
+    assert run("run", str(script("raise SystemExit(7)"))).returncode == 7
+
+
+def test_a_missing_script_is_an_error_of_the_command(tmp_path):
+    done = run("run", str(tmp_path / "nowhere.py"))
+    assert done.returncode == 2
+    assert "no such script" in done.stderr
+
+
+def test_demo_finds_the_optimizer_step_and_nothing_in_the_repaired_runs():
+    done = run("demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fc1.weight param is non-finite in step 0 (origin" in done.stdout
+    assert "Adam's eps=1e-08 is 0 in float16" in done.stdout
+    assert done.stdout.count("clean") == 2
+    assert max(map(len, done.stdout.splitlines())) <= 120
