@@ -117,11 +117,12 @@ def _undefined_derivative(judged: Judged, _: OptimizerFacts | None) -> Cause | N
     finding = judged.finding
     if finding.site.kind != "grad" or finding.verdict != "origin":
         return None
-    after = f" and after {finding.between[0]}, which is finite" if finding.between else ""
+    where = f"in the backward that made {finding.site}"
+    if finding.between:
+        where = f"between {finding.between[0]}, which is finite, and {finding.between[1]}"
     return Cause(
         "backward made it: a derivative is undefined or overflowed there",
-        "every value scanned in the forward of this step was finite; the gradient went bad in the "
-        f"backward of {finding.site.name}'s module or what follows it{after}",
+        f"every value scanned in the forward of this step was finite; it went bad {where}",
         "look there for sqrt, log, norm or division at 0, and for torch.where, which does not stop "
         "0 * inf = NaN in backward: make the argument safe first, "
         "torch.sqrt(torch.where(x > 0, x, 1))",

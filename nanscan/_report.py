@@ -48,7 +48,7 @@ def report(finding: Finding) -> str:
 def _block(label: str, texts: list[str]) -> list[str]:
     lines: list[str] = []
     for text in texts:
-        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2, drop_whitespace=False) or [""]
+        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2) or [""]
         for line in wrapped:
             lines.append(f"  {label if not lines else '':<{_LABEL}}{line}".rstrip())
     return lines
@@ -59,7 +59,7 @@ def summary(stats: ScanResult) -> str:
     if stats.is_finite:
         if stats.absmax is None:
             return "empty"
-        return f"min {stats.min:<11.4g} max {stats.max:<11.4g} absmax {stats.absmax:.4g}"
+        return f"min {stats.min:<11.5g} max {stats.max:<11.5g} absmax {stats.absmax:.5g}"
     return describe(stats)
 
 
@@ -78,7 +78,7 @@ def _history(finding: Finding) -> list[str]:
         return []
     bad = np.sum([history[name] for name in ("nan", "posinf", "neginf")], axis=0)
     entries = [
-        f"step {step}: {'-' if np.isnan(top) else f'{top:.4g}'}" + (f" ({n} bad)" if n else "")
+        f"step {step}: {'-' if np.isnan(top) else f'{top:.5g}'}" + (f" ({n} bad)" if n else "")
         for step, top, n in zip(history["step"], history["absmax"], bad, strict=True)
     ]
     return ["absmax by step: " + ", ".join(entries[-_HISTORY:])]
