@@ -187,6 +187,7 @@ void define_table(py::module_& m) {
       .def("add_row", &Table::add_row)
       .def("__len__", &Table::size)
       .def_property_readonly("visits", &Table::visits)
+      .def_property_readonly("last_ticket", &Table::last_ticket)
       .def("order", [](const Table& table, int row) { return context_of(table, row).order; })
       .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert(),
            py::arg("reset") = true)

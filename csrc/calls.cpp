@@ -157,7 +157,7 @@ bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* o
   if (!entry) return true;
   const bool done = (!inputs_ || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
                     (!outputs_ || visit_output(*entry, output)) &&
-                    (!stack().empty() || succeeded(call(slow_, name_forward_ended_)));
+                    (!stack().empty() || succeeded(call(slow_, name_forward_ended_, entry->place)));
   release(entry);
   return done;
 }
@@ -206,7 +206,7 @@ bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
   const bool done = !output ||  // the module raised
                     ((!inputs_ || !late_keywords_ || visit_keywords(*entry, kwargs)) &&
                      (!outputs_ || visit_output(*entry, output)) &&
-                     (!outermost || succeeded(call(slow_, name_forward_ended_))));
+                     (!outermost || succeeded(call(slow_, name_forward_ended_, entry->place))));
   release(entry);
   return done;
 }

@@ -64,6 +64,7 @@ class Table {
   int add_row();
   int size() const { return static_cast<int>(contexts_.size()); }
   uint64_t visits() const { return visits_; }
+  uint32_t last_ticket() const { return last_ticket_; }
   const RowContext& context(int row) const { return contexts_[row]; }
 
   // Scans into a row. Large tensors release the GIL meanwhile.

@@ -31,6 +31,8 @@ class Table:
     def __len__(self) -> int: ...
     @property
     def visits(self) -> int: ...  # rows visited since the last snapshot
+    @property
+    def last_ticket(self) -> int: ...  # changes whenever a row goes bad
     def order(self, row: int) -> int: ...
     # Fills both arrays, of len(self) rows; returns the rows non-finite or near their limit.
     def snapshot(

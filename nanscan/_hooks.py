@@ -56,7 +56,7 @@ class Hooks:
         table: where scans go.
         kinds: what to scan.
         on_sweep: called after the parameters of a model were scanned, before it first runs.
-        on_forward: called after an outermost module call.
+        on_forward: called after an outermost module call, with its place.
         on_step: called after an optimizer step, with the optimizer.
     """
 
@@ -67,7 +67,7 @@ class Hooks:
         kinds: frozenset[str],
         *,
         on_sweep: Callable[[], None],
-        on_forward: Callable[[], None],
+        on_forward: Callable[[ModulePlace], None],
         on_step: Callable[[Optimizer], None],
     ) -> None:
         self._registry = registry
@@ -226,9 +226,9 @@ class Hooks:
         self._visit_other(output, place.outputs, status)
         return place.outputs.row
 
-    def forward_ended(self) -> None:
+    def forward_ended(self, place: ModulePlace) -> None:
         """An outermost module returned."""
-        self._on_forward()
+        self._on_forward(place)
 
     def _sweep_parameters(self, outermost: ModulePlace) -> bool:
         """Gives the parameters of a model their rows; whether there is anything bad in them now."""

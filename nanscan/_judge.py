@@ -19,6 +19,7 @@ Verdict = Literal["origin", "propagated", "near-limit"]
 Seen = tuple[Site, ScanResult]
 
 _BEFORE = 5  # sites shown before a finding
+_HOW = {"origin": "made here", "near-limit": "close to overflow"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Finding:
         site: where.
         verdict: "origin": made here out of finite values; "propagated": was handed bad ones;
             "near-limit": still finite, close to the largest value of its dtype.
+        how: the verdict in words.
         stats: counts, extremes and the first bad index, over this step.
         given: what the site was made from: a module's inputs, a parameter's gradient and moments.
         before: the sites scanned just before, in execution order.
@@ -59,6 +61,7 @@ class Finding:
     rank: int
     site: Site
     verdict: Verdict
+    how: str
     stats: ScanResult
     given: list[Seen] = field(default_factory=list)
     before: list[Seen] = field(default_factory=list)
@@ -230,6 +233,7 @@ class _Step:
         judged = self.describe(row, "origin")
         if untrained and node.kind == "param":
             judged.untrained = True
+            judged.finding.how = "it was so before its model first ran"
             return judged
         place = node.place
         if node.kind == "input":
@@ -238,10 +242,15 @@ class _Step:
             judged.from_outside = place.parent is None and between is None and not self._made
             if judged.from_outside or self._earlier:
                 judged.finding.verdict = "propagated"
+                judged.finding.how = "handed on"
+                if judged.from_outside:
+                    judged.finding.how = "handed in by the caller"
             else:
                 judged.finding.between = between
+                judged.finding.how = "made by code of no module"
         elif self._was_handed_bad_values(row, node):
             judged.finding.verdict = "propagated"
+            judged.finding.how = "handed on"
         elif node.kind == "grad":
             judged.finding.between = self._between(row)
         return judged
@@ -253,6 +262,7 @@ class _Step:
             rank=self._judge._rank,  # noqa: SLF001
             site=node.site,
             verdict=verdict,
+            how=_HOW[verdict],
             stats=self._stats(row),
             given=self._seen(self._given(node)),
             before=self._seen(self._rows_before(row)),

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -71,7 +72,9 @@ class Monitor:
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
-        self._step_begun = False  # a forward with gradients ended since the last step did
+        self._judged_ticket = 0
+        # Outermost modules whose forward with gradients ended since the last step did.
+        self._ended: set[ModulePlace] = set()
         self._manual = False
         self._waits_for_optimizer: bool | None = None  # None: not known yet
         self._announced = False
@@ -202,23 +205,26 @@ class Monitor:
         if not self._manual:
             self._end_step(optimizer)
 
-    def _forward_ended(self) -> None:
+    def _forward_ended(self, place: ModulePlace) -> None:
         if self._manual or torch._C._current_autograd_node() is not None:  # noqa: SLF001
             return  # the latter: a checkpointed forward runs again inside backward
         if self._waits_for_optimizer is None and torch.is_grad_enabled():
-            self._waits_for_optimizer = _any_optimizer()
+            self._waits_for_optimizer = _any_optimizer(self._registry)
         if not self._waits_for_optimizer:
             self._end_step(None)
         elif torch.is_grad_enabled():
-            self._step_begun = True
+            # Its last call led to no optimizer step: accumulation, or a GradScaler skipped it.
+            if place in self._ended and self._table.last_ticket != self._judged_ticket:
+                self._look()
+            self._ended.add(place)
         else:  # validation, which starts afresh, or a teacher amid a step, which must not split it
-            self._look(reset=not self._step_begun)
+            self._look(reset=not self._ended)
 
     def _end_step(self, optimizer: Optimizer | None) -> None:
         with self._lock:
             snapshot = self._table.take(self._step, keep=True) if self._table.visits else None
             self._step += 1
-            self._step_begun = False
+            self._ended.clear()
             if snapshot is not None:
                 self._conclude(self._judge.judge(snapshot), optimizer)
 
@@ -232,6 +238,7 @@ class Monitor:
 
     def _conclude(self, judged: list[Judged], optimizer: Optimizer | None) -> list[Finding]:
         """Diagnoses, keeps and acts on what was judged."""
+        self._judged_ticket = self._table.last_ticket
         for number, item in enumerate(judged):
             facts = self._optimizer_facts(item, optimizer) if number < _MAX_EXPLAINED else None
             item.finding.causes = causes(item, facts)
@@ -264,23 +271,23 @@ class Monitor:
     # -- actions ---------------------------------------------------------------------------------
 
     def _act(self, new: list[Finding]) -> None:
-        for finding in new:
-            if finding.verdict == "near-limit" and not callable(self._action):
-                _logger.warning("nanscan: %s", finding)
+        """Acts on each value near its limit, and on the first fault of an episode."""
         faults = [finding for finding in new if finding.verdict != "near-limit"]
+        first = faults[0] if faults and not self._announced else None
+        self._announced = self._judge.in_episode  # before acting: an action may raise
+        for finding in new:
+            if finding.verdict == "near-limit" or finding is first:
+                self._act_on(finding)
+
+    def _act_on(self, finding: Finding) -> None:
+        text = f"nanscan: {finding}"
         if callable(self._action):
-            for finding in new:
-                near = finding.verdict == "near-limit"
-                if near or (finding is faults[0] and not self._announced):
-                    self._action(finding)
-        first = bool(faults) and not self._announced
-        self._announced = self._judge.in_episode
-        if not first or callable(self._action):
-            return
-        text = f"nanscan: {faults[0]}"
-        if self._action == "raise":
-            raise NonFiniteError(text, finding=faults[0])
-        if self._action == "log":
+            self._action(finding)
+        elif finding.verdict == "near-limit":
+            _logger.warning(text)
+        elif self._action == "raise":
+            raise NonFiniteError(text, finding=finding)
+        elif self._action == "log":
             _logger.error(text)
         else:
             warnings.warn(text, NonFiniteWarning, stacklevel=_user_stacklevel())
@@ -289,15 +296,21 @@ class Monitor:
 def _user_stacklevel() -> int:
     """The stacklevel, for a warning of the caller, of the innermost frame of user code."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001
-    inside = (os.path.dirname(__file__), os.path.dirname(torch.__file__))  # noqa: PTH120
+    inside = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _any_optimizer() -> bool:
-    """Whether the process holds an optimizer, asked once: is a forward a step, or part of one?"""
-    return any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())
+def _any_optimizer(registry: Registry) -> bool:
+    """Whether an optimizer holds a watched parameter, asked once: is a forward a whole step?"""
+    optimizers = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
+    return any(
+        registry.parameter(parameter, "") is not None
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 def _rank() -> int:
@@ -334,7 +347,7 @@ def enable(
         The monitor; `close` it or call `disable`.
 
     Raises:
-        TypeError: `model` is no module, or `action` is of the wrong type.
+        TypeError: `model` is no module.
         ValueError: an unknown kind or action, or a number out of range.
 
     Synchronization: none, in hooks either.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import numpy as np
+import torch
 
 from nanscan._judge import Finding, Seen
 from nanscan._scan import ScanResult, describe, describe_parts
@@ -14,21 +15,17 @@ _WIDTH = 100
 _LABEL = 10
 _HISTORY = 6
 
-_VERDICTS = {
-    "origin": "made here out of finite values",
-    "propagated": "handed on",
-    "near-limit": "close to overflow",
-}
-
 
 def report(finding: Finding) -> str:
     """The whole finding: where and when, the numbers, what came before, and likely causes."""
     rank = f", rank {finding.rank}" if finding.rank else ""
-    kind = "near the limit" if finding.verdict == "near-limit" else "non-finite"
-    verdict = f"{finding.verdict}: {_VERDICTS[finding.verdict]}"
-    if finding.verdict == "propagated" and finding.causes and not finding.before:
-        verdict = "propagated: handed in from outside"
-    lines = [f"{finding.site} is {kind} in step {finding.step}{rank} ({verdict})"]
+    if finding.verdict == "near-limit":
+        limit = torch.finfo(finding.dtype).max
+        share = (finding.stats.absmax or 0.0) / limit
+        what = f"near the limit in step {finding.step}{rank} ({share:.0%} of {limit:g})"
+    else:
+        what = f"non-finite in step {finding.step}{rank} ({finding.verdict}: {finding.how})"
+    lines = [f"{finding.site} is {what}"]
     counts, *rest = describe_parts(finding.stats)
     lines += _block("values", [counts, ", ".join(rest)] if rest else [counts])
     if finding.between:
@@ -50,7 +47,9 @@ def _block(label: str, texts: list[str]) -> list[str]:
     for text in texts:
         wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2) or [""]
         for line in wrapped:
-            lines.append(f"  {label if not lines else '':<{_LABEL}}{line}".rstrip())
+            lines.append(
+                f"  {label if not lines else '':<{_LABEL}}{line}".rstrip().replace("\xa0", " ")
+            )
     return lines
 
 
@@ -78,7 +77,8 @@ def _history(finding: Finding) -> list[str]:
         return []
     bad = np.sum([history[name] for name in ("nan", "posinf", "neginf")], axis=0)
     entries = [
-        f"step {step}: {'-' if np.isnan(top) else f'{top:.5g}'}" + (f" ({n} bad)" if n else "")
+        f"step\xa0{step}:\xa0{'-' if np.isnan(top) else f'{top:.5g}'}"
+        + (f"\xa0({n}\xa0bad)" if n else "")
         for step, top, n in zip(history["step"], history["absmax"], bad, strict=True)
     ]
     return ["absmax by step: " + ", ".join(entries[-_HISTORY:])]

@@ -361,7 +361,7 @@ def describe_parts(result: ScanResult) -> list[str]:
         if count
     ]
     dtype = str(result.dtype).removeprefix("torch.")
-    what = f"{', '.join(counts) or 'all finite'} of {result.numel:,}"
+    what = f"{', '.join(counts)} of {result.numel:,}" if counts else f"{result.numel:,} finite"
     parts = [f"{what} ({dtype} {list(result.shape)})"]
     if result.first_nonfinite is not None:
         parts.append(f"first at {result.first_nonfinite}")

@@ -62,6 +62,11 @@ class Table:
         """Rows visited since the last snapshot."""
         return self.core.visits
 
+    @property
+    def last_ticket(self) -> int:
+        """Changes whenever a row goes bad."""
+        return self.core.last_ticket
+
     def order(self, row: int) -> int:
         """Position of a row among the first visits since the last snapshot; 0: not visited."""
         return self.core.order(row)

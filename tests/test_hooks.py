@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nanscan
+from nanscan._sites import ModulePlace, Node
+from nanscan._table import Table
 
 ALL_KINDS = ("input", "output", "grad", "param", "state")
 # Watching one model registers hooks on its modules; watching all uses torch's global ones.
@@ -709,6 +711,7 @@ def test_closures(scope):
     assert monitor._step == 2
     assert rows["fc1.weight param"] == 1
     assert rows["fc2 output"] >= 3
+    assert not any("LBFGS" in site for site in monitor.coverage()["sites"])
     assert monitor.findings == []
 
 
@@ -960,6 +963,17 @@ def test_checkpointing_makes_no_steps_of_its_own(scope, reentrant):
     assert monitor.findings == []
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_forward_within_backward_is_no_step_without_an_optimizer_either(reentrant):
+    gc.collect()  # an optimizer of an earlier test would make forwards wait for it
+    block = Gap()
+    model = Do(lambda x: checkpoint(block, x, use_reentrant=reentrant))
+    monitor = nanscan.enable()
+    for seed in range(2):
+        model(batch(seed).requires_grad_()).sum().backward()
+    assert monitor._step == 2
+
+
 # -- threads and processes -------------------------------------------------------------------------
 
 
@@ -989,6 +1003,20 @@ def _switch_often():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_switch_often")
+def test_rows_added_in_several_threads_belong_to_their_nodes():
+    table = Table(history=1, near_limit=0.5)
+    place = ModulePlace("place", None, late_keywords=False)
+
+    def run():
+        for _ in range(3000):
+            table.add(Node(place, "output"))
+
+    _in_threads(run, run, run)
+    assert len(table.nodes) == 9000
+    assert [node.row for node in table.nodes] == list(range(9000))
 
 
 @pytest.mark.usefixtures("_switch_often")

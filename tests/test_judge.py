@@ -1,7 +1,5 @@
 """Verdicts: what went bad, where first, and whether it was made there or handed on."""
 
-import collections
-
 import numpy as np
 import pytest
 import torch
@@ -213,6 +211,20 @@ def test_what_the_model_made_is_no_bad_batch_of_the_criterion():
     assert found["MSELoss input[0]"].causes == []
 
 
+def test_what_the_model_made_is_no_bad_batch_of_a_metric():
+    model, metric = Gap(lambda x: x / 0), Do(lambda x: x.mean())
+    monitor = enable("global", model)
+
+    def loss(out):
+        metric(out.detach() + 1)
+        return out.sum()
+
+    train(model, sgd(model), [batch()], loss)
+    found = {str(f.site): f for f in monitor.findings}
+    assert found["Do input[0]"].verdict == "propagated"
+    assert found["Do input[0]"].causes == []
+
+
 def test_a_bad_target_of_a_criterion_of_its_own():
     model, criterion = Net(), nn.MSELoss()
     monitor = enable("global", model)
@@ -237,6 +249,20 @@ def test_the_first_step_is_judged_whole_though_models_join_late(scope):
     assert [f for f in monitor.findings[1:] if f.verdict == "origin"] == []
     assert all("initialised" not in str(f.causes) for f in monitor.findings)
     assert monitor.history(Site("main.fc1", "output"))["step"].tolist() == [0]
+
+
+def test_a_model_that_joins_late_with_bad_parameters_takes_no_blame_for_others():
+    generator, critic = Gap(lambda x: x / 0), Net()
+    critic.fc1.bias.data[0] = NAN
+    monitor = enable("global", None)
+    optimizer = sgd(generator)
+    critic(generator(batch())).sum().backward()
+    optimizer.step()
+    found = {str(f.site): f for f in monitor.findings}
+    assert found["fc2 input[0]"].verdict == found["Net.fc1.bias param"].verdict == "origin"
+    assert found["fc2 output"].verdict == "propagated"
+    blamed = [site for site, f in found.items() if "initialised" in str(f.causes)]
+    assert blamed == ["Net.fc1.bias param"]
 
 
 @SCOPES
@@ -645,22 +671,24 @@ def test_a_site_that_joins_an_episode_is_reported_too(scope):
 
 
 @SCOPES
-def test_clean_validation_amid_a_bad_step_does_not_end_the_episode(scope):
-    model, teacher = Gap(lambda x: (x * 0).sqrt()), Net()
-    both = Beside(model, teacher)
-    monitor = enable(scope, both)
-    optimizer = sgd(model, 0.0)
+def test_a_clean_look_amid_a_bad_step_does_not_end_the_episode(scope):
+    model = Beside(Gap(lambda x: (x * 0).sqrt()), Net())
+    monitor = enable(scope, model, kinds=("output", "grad"))
+    optimizer = sgd(model.main, 0.0)
 
     def loss(out):
-        infer(teacher, batch())
+        infer(model.aside, batch())
         return out.sum()
 
     for _ in range(3):
-        train(both, optimizer, [batch()], loss)
+        train(model, optimizer, [batch()], loss)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.nan_to_num_(0.1)
-    assert collections.Counter(str(f.site) for f in monitor.findings).most_common(1)[0][1] == 1
+    assert verdicts(monitor) == [
+        (0, "main.fc1.weight grad", "origin"),
+        (0, "main.fc1.bias grad", "propagated"),
+    ]
 
 
 # -- history ---------------------------------------------------------------------------------------
@@ -678,6 +706,18 @@ def test_the_history_of_a_finding_goes_up_to_its_step(scope):
     np.testing.assert_allclose(history["absmax"], [1e4, 1e14, 1e24, 1e37, 1e4], rtol=1e-5)
     assert history["posinf"].tolist() == [0, 0, 0, 0, 1]
     assert history["min"].tolist() == [-1e4] * 5
+
+
+def test_a_finding_in_a_row_that_no_kept_step_has():
+    monitor = enable("global", None)
+    infer(Net(), batch())
+    large = nn.Sequential(*[Net() for _ in range(20)])
+    large[19].fc2.bias.data[0] = NAN
+    infer(large, batch())
+    first = monitor.findings[0]
+    assert str(first.site) == "Sequential.19.fc2.bias param"
+    assert len(monitor.coverage()["sites"]) > 64
+    assert first.history["step"].tolist() == []
 
 
 def test_findings_of_the_first_step_have_a_history_too():

@@ -702,6 +702,22 @@ def test_a_bad_parameter_is_unhealthy_until_it_is_good_again():
     assert monitor.healthy
 
 
+def test_poll_gives_each_finding_once():
+    model = Switch()
+    monitor = nanscan.enable(model, action="log")
+    infer(model, batch())
+    assert monitor.poll() == []
+    model.bad = True
+    infer(model, batch())
+    assert monitor.poll() == monitor.findings != []
+    assert monitor.poll() == []
+    model.bad = False
+    infer(model, batch())
+    model.bad = True
+    infer(model, batch())
+    assert monitor.poll() == monitor.findings[1:]
+
+
 def test_findings_are_a_copy():
     model = Switch()
     model.bad = True
@@ -741,3 +757,43 @@ def test_bad_options(options, error, message):
 def test_an_action_of_a_wrong_type():
     with pytest.raises((TypeError, ValueError), match="action must be"):
         nanscan.enable(action=3)
+
+
+def test_a_scaler_that_skips_every_step_does_not_hide_what_forward_makes():
+    model = Gap(lambda x: x / 0)
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu")
+    monitor = nanscan.enable(model, action="log")
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(batch()).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert verdicts(monitor)[0] == (0, "fc2 input[0]", "origin")
+    assert not monitor.healthy
+
+
+def test_an_optimizer_of_another_model_does_not_keep_steps_from_ending():
+    other = sgd(nn.Linear(1, 1))
+    model = Net()
+    monitor = nanscan.enable(model)
+    for _ in range(2):
+        model(batch())
+    assert monitor.history(Site("fc1", "output"))["step"].tolist() == [0, 1]
+    assert other.param_groups
+
+
+def test_an_action_that_raises_is_called_once_an_episode():
+    calls = []
+
+    def action(finding):
+        calls.append(finding)
+        raise RuntimeError("stop")
+
+    model = Gap(lambda x: x / 0)
+    nanscan.enable(model, action=action)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="stop"):
+            model(batch())
+        model(batch())
+    assert len(calls) == 1
