@@ -285,7 +285,7 @@ def plot(times: dict[Case, Times]) -> Figure:
             ax.minorticks_off()
             ax.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
             ax.grid(alpha=0.3)
-            ax.set_ylim(0.05)
+            ax.set_ylim(0.05, 400)
     for ax in axes[-1]:
         ax.set_xlabel("size of the input")
     for row in axes:
