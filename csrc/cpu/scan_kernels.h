@@ -269,24 +269,41 @@ struct Kernel {
   }
 };
 
-// The plain read that the benchmarks take as the limit: the same loads and loop, with one OR a
-// load. The folded bits go to max_key so that the loads cannot be dropped.
-void read(const void* data, size_t n, BlockTotals* totals) {
-  using Words = typename VectorOf<int64_t>::type;
-  const char* p = static_cast<const char*>(data);
-  Words folded[kUnroll] = {};
+// The plain read that the benchmarks take as the limit: one OR a load, in the scan's chunks. Loads
+// of 32 bytes, with which DRAM was read 10 to 15 % faster than with 64 on Zen 4; in cache they are
+// slower.
+constexpr size_t kReadCached = size_t{16} << 20;
+constexpr int kReadBytes = kVectorBytes < 32 ? kVectorBytes : 32;
+typedef int64_t ReadVector __attribute__((vector_size(kReadBytes)));
+
+template <typename Vector>
+int64_t read_flat(const char* p, size_t n) {
+  Vector folded[kUnroll] = {};
   size_t i = 0;
-  for (; i + kUnroll * kVectorBytes <= n; i += kUnroll * kVectorBytes) {
+  for (; i + sizeof folded <= n; i += sizeof folded) {
 #pragma GCC unroll 4
     for (int u = 0; u < kUnroll; ++u) {
-      Words words;
-      __builtin_memcpy(&words, p + i + u * kVectorBytes, sizeof words);
+      Vector words;
+      __builtin_memcpy(&words, p + i + u * sizeof words, sizeof words);
       folded[u] |= words;
     }
   }
-  for (; i < n; ++i) totals->max_key |= p[i];
+  int64_t result = 0;
+  for (; i < n; ++i) result |= p[i];
   for (int u = 0; u < kUnroll; ++u)
-    for (int j = 0; j < kVectorBytes / 8; ++j) totals->max_key |= folded[u][j];
+    for (size_t j = 0; j < sizeof(Vector) / 8; ++j) result |= folded[u][j];
+  return result;
+}
+
+// What is read goes to max_key, so that the loads cannot be dropped.
+void read(const void* data, size_t n, BlockTotals* totals) {
+  const char* p = static_cast<const char*>(data);
+  if (n < kReadCached) {
+    totals->max_key |= read_flat<typename VectorOf<int64_t>::type>(p, n);
+    return;
+  }
+  for (size_t i = 0; i < n; i += kChunk)
+    totals->max_key |= read_flat<ReadVector>(p + i, n - i < kChunk ? n - i : kChunk);
 }
 
 }  // namespace
