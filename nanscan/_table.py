@@ -100,8 +100,6 @@ class Table:
                 slot = self._taken % len(self._steps)
                 self._taken += 1
                 self._steps[slot] = step
-                self._rows[slot, count:] = np.zeros((), ROW)
-                self._order[slot, count:] = 0
                 rows, order = self._rows[slot, :count], self._order[slot, :count]
             notable = self.core.snapshot(rows.view(np.uint8), order, reset)
         return Snapshot(step, rows, order, notable, reset)
