@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
@@ -95,6 +96,26 @@ class Beside(nn.Module):
 
     def forward(self, x):
         return self.main(x)
+
+
+# Watching one model registers hooks on its modules; watching all uses torch's global ones.
+SCOPES = pytest.mark.parametrize("scope", ["model", "global"])
+
+
+@pytest.fixture(autouse=True)
+def seeded_and_without_trace():
+    """For modules that import it: every test is seeded, and checked for hooks left behind."""
+    torch.manual_seed(0)
+    with no_trace():
+        yield
+
+
+def enable_scope(scope, model, **options):
+    return nanscan.enable(model if scope == "model" else None, **options)
+
+
+def sgd(model, lr=0.01, **options):
+    return torch.optim.SGD(model.parameters(), lr, **options)
 
 
 def set_nan(x):

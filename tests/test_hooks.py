@@ -13,7 +13,23 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from models import NAN, Do, Gap, Net, batch, calls, hook_dicts, infer, no_trace, train, verdicts
+from models import (
+    NAN,
+    SCOPES,
+    Do,
+    Gap,
+    Net,
+    batch,
+    calls,
+    hook_dicts,
+    infer,
+    seeded_and_without_trace,  # noqa: F401 - used by every test
+    train,
+    verdicts,
+)
+from models import (
+    enable_scope as enable,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,19 +38,6 @@ from nanscan._sites import ModulePlace, Node
 from nanscan._table import Table
 
 ALL_KINDS = ("input", "output", "grad", "param", "state")
-# Watching one model registers hooks on its modules; watching all uses torch's global ones.
-SCOPES = pytest.mark.parametrize("scope", ["model", "global"])
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_without_trace():
-    torch.manual_seed(0)
-    with no_trace():
-        yield
-
-
-def enable(scope, model, **options):
-    return nanscan.enable(model if scope == "model" else None, **options)
 
 
 # -- results ---------------------------------------------------------------------------------------

@@ -1,20 +1,25 @@
 """Verdicts: what went bad, where first, and whether it was made there or handed on."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from models import (
     INF,
     NAN,
+    SCOPES,
     Beside,
     Do,
     Gap,
     Net,
     batch,
+    enable_scope,
     infer,
-    no_trace,
     run_quiet,
+    seeded_and_without_trace,  # noqa: F401 - used by every test
     set_nan,
+    sgd,
     train,
     verdicts,
 )
@@ -23,22 +28,7 @@ from torch import nn
 import nanscan
 from nanscan import Site
 
-SCOPES = pytest.mark.parametrize("scope", ["model", "global"])
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_without_trace():
-    torch.manual_seed(0)
-    with no_trace():
-        yield
-
-
-def enable(scope, model, **options):
-    return nanscan.enable(model if scope == "model" else None, action="log", **options)
-
-
-def sgd(model, lr=0.01, **options):
-    return torch.optim.SGD(model.parameters(), lr, **options)
+enable = functools.partial(enable_scope, action="log")
 
 
 def sites(pairs):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import (
     NAN,
+    SCOPES,
     Beside,
     Do,
     Gap,
@@ -19,11 +20,15 @@ from models import (
     calls,
     hook_dicts,
     infer,
-    no_trace,
     run_quiet,
+    seeded_and_without_trace,  # noqa: F401 - used by every test
     set_nan,
+    sgd,
     train,
     verdicts,
+)
+from models import (
+    enable_scope as enable,
 )
 from torch import nn
 from torch.nn.modules import module as module_hooks
@@ -31,23 +36,6 @@ from torch.optim import optimizer as optimizer_hooks
 
 import nanscan
 from nanscan import NonFiniteError, NonFiniteWarning, Site
-
-SCOPES = pytest.mark.parametrize("scope", ["model", "global"])
-
-
-@pytest.fixture(autouse=True)
-def _seeded_and_without_trace():
-    torch.manual_seed(0)
-    with no_trace():
-        yield
-
-
-def enable(scope, model, **options):
-    return nanscan.enable(model if scope == "model" else None, **options)
-
-
-def sgd(model, lr=0.01):
-    return torch.optim.SGD(model.parameters(), lr)
 
 
 class Switch(nn.Module):
