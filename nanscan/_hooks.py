@@ -95,10 +95,6 @@ class Hooks:
 
     # -- attaching -------------------------------------------------------------------------------
 
-    @property
-    def attached(self) -> bool:
-        return bool(self._handles)
-
     def attach(self) -> None:
         """Registers all hooks. Modules found later are seen by global hooks only."""
         if self._handles:

@@ -27,7 +27,6 @@ ROW = np.dtype(
 )
 
 Rows = npt.NDArray[np.void]
-Record = np.void  # one row
 Floats = npt.NDArray[np.float64]
 
 _SIGN = np.uint64(1 << 63)

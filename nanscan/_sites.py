@@ -147,8 +147,6 @@ class Node:
         items = self.items
         if index < len(items):
             return items[index]
-        if len(items) >= _MAX_CHILDREN:
-            return items[-1]
         while len(items) <= min(index, _MAX_CHILDREN - 1):
             label = f"[{len(items)}{'+' if len(items) == _MAX_CHILDREN - 1 else ''}]"
             items.append(self._below(label))
