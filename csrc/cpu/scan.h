@@ -26,8 +26,8 @@ std::vector<const char*> variants();  // that this machine can run, best last
 const char* variant();                // in use
 bool use_variant(const char* name);   // false: unknown, or not for this machine
 
-// Reads every byte of [data, data + bytes), shared out as a scan is, and does nothing with them: the
-// benchmarks' limit.
+// Reads every byte of [data, data + bytes), shared out as a scan is, and does nothing with them:
+// the benchmarks' limit.
 void plain_read(const void* data, uint64_t bytes);
 
 }  // namespace nanscan::cpu
