@@ -384,11 +384,11 @@ class Wrapper(torch.Tensor):
         first = next(iter(inner.values()))
         self = torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=torch.float32)
         self.__dict__.update(inner)
-        self.names = list(inner)
+        self.parts = list(inner)
         return self
 
     def __tensor_flatten__(self):
-        return self.names, None
+        return self.parts, None
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
