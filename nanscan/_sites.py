@@ -79,6 +79,19 @@ class ModulePlace(Place):
         self.outputs = Node(self, "output")
         self.parameters: dict[str, ParameterPlace] = {}
 
+    def nodes(self) -> Iterator[Node]:
+        """Every position of it that was seen so far, its parameters' aside."""
+        yield from self.input_nodes()
+        yield from self.outputs.walk()
+
+    def input_sources(self) -> set[int]:
+        """Rows in which its inputs were found."""
+        return {row for node in self.input_nodes() for row in node.sources}
+
+    def parameter_sources(self) -> set[int]:
+        """Rows in which its own parameters were found."""
+        return {row for place in self.parameters.values() for row in place.param.sources}
+
     def input_nodes(self) -> Iterator[Node]:
         """Every argument position seen so far."""
         yield from self.inputs.walk()
@@ -95,6 +108,10 @@ class ParameterPlace(Place):
         self.param = Node(self, "param")
         self.grad = Node(self, "grad")
         self.state: dict[str, Node] = {}
+
+    def nodes(self) -> Iterator[Node]:
+        """The parameter, its gradient and its moments."""
+        yield from (self.param, self.grad, *self.state.values())
 
     def moment(self, name: str) -> Node:
         """The node of an optimizer moment, such as "exp_avg"."""
@@ -186,8 +203,9 @@ class Registry:
     def __init__(self, model: nn.Module | None) -> None:
         self.only = model is not None
         self.places: dict[int, ModulePlace] = {}  # by id(module)
-        # By id(parameter); the reference takes an entry out when its parameter is gone.
-        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], ParameterPlace]] = {}
+        # By id(parameter): the module that has it, under which name, and its place. No weak
+        # reference to the parameter: torch.utils.swap_tensors, and so Module.to, would refuse it.
+        self._parameters: dict[int, tuple[weakref.ref[nn.Module], str, ParameterPlace]] = {}
         self._by_name: dict[str, ModulePlace] = {}
         self._loose: dict[str, ParameterPlace] = {}  # parameters of no known module, by name
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
@@ -212,7 +230,7 @@ class Registry:
             if module is not None:
                 yield module, self.places[key]
 
-    def all_places(self) -> Iterator[Place]:
+    def all_places(self) -> Iterator[ModulePlace | ParameterPlace]:
         """Everything that ever had a name."""
         for place in self._by_name.values():
             yield place
@@ -226,17 +244,27 @@ class Registry:
             parameter: the parameter.
             loose_name: what to call it when no known module has it; "": it has no place then.
         """
-        known = self._parameters.get(id(parameter))
+        known = self._known(id(parameter))
         if known is not None:
-            return known[1]
+            return known
         if self.only or not loose_name:
             return None
         return self._loose.setdefault(loose_name, ParameterPlace(loose_name, None))
 
+    def _known(self, parameter: int) -> ParameterPlace | None:
+        """The place by id; None once its module no longer has the parameter of that id."""
+        if parameter not in self._parameters:
+            return None
+        reference, key, place = self._parameters[parameter]
+        module = reference()
+        if module is None or id(getattr(module, key, None)) != parameter:
+            return None
+        return place
+
     @property
     def parameters_known(self) -> int:
-        """How many parameters of known modules there are."""
-        return len(self._parameters)
+        """How many parameters that modules still have were named."""
+        return sum(self._known(parameter) is not None for parameter in self._parameters)
 
     def discover(self, module: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
         """Names a module that was called and is not known; None where it is not to be watched.
@@ -258,7 +286,9 @@ class Registry:
         return self._add(module, made_inside, caller)
 
     def rescan(self) -> None:
-        """Looks for modules and parameters that were added to known outermost modules since."""
+        """Looks for what was added to known outermost modules, or taken away, since."""
+        for parameter in [p for p in self._parameters if self._known(p) is None]:
+            del self._parameters[parameter]
         for label, reference in list(self._roots.items()):
             module = reference()
             if module is not None:
@@ -304,13 +334,9 @@ class Registry:
             if key not in places:
                 full = f"{name}.{key}".removeprefix(".")
                 places[key] = ParameterPlace(full, self.places[id(module)])
-            if id(parameter) not in self._parameters:  # a tied weight goes by its first name
-                self._name_parameter(parameter, places[key])
-
-    def _name_parameter(self, parameter: torch.Tensor, place: ParameterPlace) -> None:
-        key = id(parameter)
-        reference = weakref.ref(parameter, lambda _: self._parameters.pop(key, None))
-        self._parameters[key] = reference, place
+            if self._known(id(parameter)) is None:  # a tied weight goes by its first name
+                reference = self._lifetimes[id(module)]
+                self._parameters[id(parameter)] = reference, key, places[key]
 
     def _forget(self, key: int) -> None:
         self.places.pop(key, None)

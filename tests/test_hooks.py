@@ -804,6 +804,38 @@ def test_a_parameter_that_is_gone_leaves_no_name_for_its_id():
     assert monitor._registry.parameters_known == 3
 
 
+@pytest.fixture
+def _swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@SCOPES
+@pytest.mark.usefixtures("_swapping")
+def test_parameters_can_be_swapped_while_watched(scope):
+    """Module.to swaps subclasses, or all when asked, and refuses what has weak references."""
+    model = Net()
+    monitor = enable(scope, model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, [batch()])
+    model.double()
+    optimizer.zero_grad()
+    model(batch().double()).sum().backward()
+    optimizer.step()
+    assert model.fc1.weight.dtype == torch.float64
+    assert calls(monitor)["fc1.weight param"] == 1
+    assert monitor.history(nanscan.Site("fc1.weight", "grad"))["step"].tolist() == [0, 1]
+
+
+def test_a_replaced_parameter_keeps_its_name():
+    model = Net()
+    monitor = nanscan.enable(model)
+    model.fc1.weight = nn.Parameter(torch.ones(4, 4))
+    train(model, torch.optim.SGD(model.parameters(), 0.1), [batch()])
+    assert calls(monitor)["fc1.weight grad"] == 1
+
+
 @SCOPES
 def test_accumulated_gradients_make_one_step(scope):
     model = Net()
