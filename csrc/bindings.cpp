@@ -98,9 +98,8 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expect_arguments(count, 2, 2)) return nullptr;
   const int moments = PyObject_IsTrue(args[1]);
   if (moments < 0) return nullptr;
-  TensorView view;
   Row row{};
-  const Status status = scan_once(args[0], moments != 0, view, row);
+  const Status status = scan_once(args[0], moments != 0, row);
   if (status != kOk) return PyLong_FromLong(status);
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&row), sizeof row);
 }

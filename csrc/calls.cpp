@@ -105,12 +105,14 @@ PyObject* Calls::running() {
 
 // A KeyboardInterrupt ends module calls, and torch tells no hook. What they left on the stack shows
 // only when a module comes that would not be called below it: is the lowest one really running?
-bool Calls::drop_interrupted(Module* entry) {
+bool Calls::is_suspicious(Module* entry) {
+  const Stack& running = stack();
+  return !running.empty() && (!entry || entry->outermost ||
+                              std::find(running.begin(), running.end(), entry) != running.end());
+}
+
+bool Calls::drop_interrupted() {
   Stack& running = stack();
-  const bool suspicious =
-      !running.empty() && (!entry || entry->outermost ||
-                           std::find(running.begin(), running.end(), entry) != running.end());
-  if (!suspicious) return true;
   PyObject* key = PyLong_FromVoidPtr(const_cast<void*>(running.front()->key));
   PyObject* answer = key ? call(slow_, name_is_running_, key) : nullptr;
   Py_XDECREF(key);
@@ -124,8 +126,11 @@ bool Calls::drop_interrupted(Module* entry) {
 
 // Leaves entry null if the module is not to be watched; else the caller releases it.
 bool Calls::find_or_ask(PyObject* module, Module*& entry) {
-  if (!drop_interrupted(find(module))) return false;
   entry = find(module);
+  if (is_suspicious(entry)) {
+    if (!drop_interrupted()) return false;
+    entry = find(module);  // anew: Python ran meanwhile
+  }
   if (!entry) {
     if (!succeeded(call(slow_, name_unknown_, module))) return false;
     if (!(entry = find(module))) return true;

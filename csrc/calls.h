@@ -62,7 +62,8 @@ class Calls {
   static void release(Module* module);
   Module* find(PyObject* module) const;
   bool find_or_ask(PyObject* module, Module*& entry);
-  bool drop_interrupted(Module* entry);
+  bool is_suspicious(Module* entry);
+  bool drop_interrupted();
   Stack& stack();
   bool visit_inputs(Module& module, PyObject* args);
   bool visit_keywords(Module& module, PyObject* kwargs);

@@ -197,7 +197,8 @@ std::vector<int> Table::snapshot(Row* rows, uint64_t* order, bool reset) {
   return notable;
 }
 
-Status scan_once(PyObject* tensor, bool moments, TensorView& view, Row& row) {
+Status scan_once(PyObject* tensor, bool moments, Row& row) {
+  TensorView view;
   const Status status = view_host_tensor(tensor, view, LazyBits::kAlwaysAsk);
   if (status != kOk) return status;
   uint32_t ticket = 0;

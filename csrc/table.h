@@ -97,7 +97,7 @@ class Table {
   bool expect_inference_ = false;
 };
 
-// One scan outside of any table, for nanscan.check. `view` describes the tensor afterwards.
-Status scan_once(PyObject* tensor, bool moments, TensorView& view, Row& row);
+// One scan outside of any table, for nanscan.check.
+Status scan_once(PyObject* tensor, bool moments, Row& row);
 
 }  // namespace nanscan

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanscan._row import Rows, absmax, nonfinite
+from nanscan._row import Rows, absmax
 from nanscan._scan import ScanResult
 from nanscan._sites import ModulePlace, Node, ParameterPlace, Site
 from nanscan._table import Snapshot, Table
@@ -137,7 +137,7 @@ class Judge:
         if not (snapshot.notable or self._reported or self._near):
             return []
         step = _Step(self, snapshot)
-        news = [self._near_finding(step, row) for row in self._newly_near(snapshot)]
+        news = [step.describe(row, "near-limit") for row in self._newly_near(snapshot)]
         bad = step.bad_rows()
         for row in bad:
             if row not in self._reported:
@@ -167,17 +167,13 @@ class Judge:
             return False  # an additive mask is filled with torch.finfo(dtype).min itself
         return bool(magnitude >= self._near_limit * limit)
 
-    def _near_finding(self, step: _Step, row: int) -> Judged:
-        return step.describe(row, "near-limit")
-
     # -- what stays bad --------------------------------------------------------------------------
 
     def _update_parameters(self, snapshot: Snapshot) -> None:
-        bad = {row for row in snapshot.notable if nonfinite(snapshot.rows[row : row + 1])[0]}
         for row in [row for row in self._bad_parameters if snapshot.rows[row]["calls"]]:
             del self._bad_parameters[row]
-        for row in bad:
-            if self._table.nodes[row].kind == "param":
+        for row in snapshot.notable:
+            if snapshot.rows[row]["ticket"] and self._table.nodes[row].kind == "param":
                 self._bad_parameters[row] = self._table.result(row, snapshot.rows[row])
 
 
@@ -273,10 +269,10 @@ class _Step:
     def _was_handed_bad_values(self, row: int, node: Node) -> bool:
         place = node.place
         if node.kind == "output" and isinstance(place, ModulePlace):
-            sources = set[int]().union(*(n.sources for n in place.input_nodes()))
+            sources = place.input_sources()
             if not sources:  # inputs are not watched
                 return bool(self._earlier - {row})
-            sources = sources.union(*(p.param.sources for p in place.parameters.values()))
+            sources |= place.parameter_sources()
             inside = {r for r in self._earlier if self._table.nodes[r].place.is_inside(place)}
             return bool((sources | inside) & self._earlier - {row})
         if node.kind == "param" and isinstance(place, ParameterPlace):
@@ -301,9 +297,7 @@ class _Step:
     def _given(self, node: Node) -> list[int]:
         place = node.place
         if node.kind == "output" and isinstance(place, ModulePlace):
-            sources = set[int]().union(*(n.sources for n in place.input_nodes()))
-            weights = set[int]().union(*(p.param.sources for p in place.parameters.values()))
-            sources |= weights & self._earlier
+            sources = place.input_sources() | place.parameter_sources() & self._earlier
         elif node.kind == "param" and isinstance(place, ParameterPlace):
             sources = place.grad.sources
         else:

@@ -129,14 +129,9 @@ class Monitor:
         skipped: dict[str, str] = {}
         idle: list[str] = []
         for place in self._registry.all_places():
-            if isinstance(place, ModulePlace):
-                nodes = [*place.input_nodes(), *place.outputs.walk()]
-                if not place.called:
-                    idle.append(place.name)
-            else:
-                assert isinstance(place, ParameterPlace)  # noqa: S101 - there are two kinds
-                nodes = [place.param, place.grad, *place.state.values()]
-            skipped |= {str(node.site): node.skipped for node in nodes if node.skipped}
+            if isinstance(place, ModulePlace) and not place.called:
+                idle.append(place.name)
+            skipped |= {str(node.site): node.skipped for node in place.nodes() if node.skipped}
         return {
             "sites": [str(node.site) for node in self._table.nodes],
             "skipped": skipped,
