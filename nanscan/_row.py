@@ -15,14 +15,16 @@ ROW = np.dtype(
         ("min_key", "u8"),
         ("first_bad", "u8"),
         ("calls", "u4"),
+        ("pending", "i4"),
         ("first_bad_call", "u4"),
         ("ticket", "u4"),
-        ("reserved0", "u4"),
         ("sum", "f8"),
         ("sumsq", "f8"),
         ("zeros", "u8"),
         ("subnormals", "u8"),
-        ("reserved1", "u8", (3,)),
+        ("call_first_bad", "u8"),
+        ("mirror", "u8"),
+        ("arrived", "u8"),
     ]
 )
 

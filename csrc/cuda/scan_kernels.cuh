@@ -1,0 +1,699 @@
+// The CUDA scan, in two levels, and how it merges into a row.
+//
+// Level 1 folds the vectors that a thread holds in registers into a min and a max, in a form in
+// which any NaN or Inf shows. Level 2, only for vectors that show one, reads them again (from L2)
+// and looks at each element. Nearly all data is clean and pays for level 1 alone: 8 to 14
+// instructions for 16 bytes of a 16- or 32-bit format.
+//
+// A block ends with a few relaxed atomics on the row: two when clean, and one that counts it out.
+// Whoever counts to zero is the last block of the scan and concludes it: it alone knows whether
+// this call was the row's first bad one. Nothing here traps, asserts, allocates or prints.
+//
+// Compiled by nvcc, by NVRTC, and by a host compiler under tests/simt.
+#pragma once
+
+#include "scan_args.h"
+
+#ifndef NANSCAN_SHARED
+#define NANSCAN_SHARED(type, name) __shared__ type name
+#endif
+
+#ifndef NANSCAN_PACKED_MINMAX  // min.NaN and max.NaN on 16-bit pairs and on f32
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define NANSCAN_PACKED_MINMAX 0
+#else
+#define NANSCAN_PACKED_MINMAX 1
+#endif
+#endif
+
+namespace nanscan::cuda {
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr int kWarps = kThreads / 32;
+
+// ---- memory ------------------------------------------------------------------------------------
+
+// A streaming read: nothing else will want it from L1.
+__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
+#ifdef __CUDA_ARCH__
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+#else
+  return *p;
+#endif
+}
+
+__device__ __forceinline__ uint64_t atomic_add(uint64_t* p, uint64_t value) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(p),
+                   static_cast<unsigned long long>(value));
+}
+
+__device__ __forceinline__ void atomic_max(uint64_t* p, uint64_t value) {
+  atomicMax(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(value));
+}
+
+template <typename To, typename From>
+__device__ __forceinline__ To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// ---- level 1 -----------------------------------------------------------------------------------
+
+// Key of one element, as wide as registers are.
+template <typename Format>
+struct KeyOf {
+  using type = int32_t;
+};
+template <>
+struct KeyOf<FormatOf<DType::kFloat64>> {
+  using type = int64_t;
+};
+
+// Extremes by signed integer keys: any format, any architecture. Elements narrower than a register
+// are shifted to its top; what lies below only breaks ties.
+template <typename Format>
+struct IntegerLanes {
+  using Int = typename Format::Int;
+  using Key = typename KeyOf<Format>::type;
+  static constexpr int kTop = 8 * sizeof(Key) - Format::kWidth;
+  static constexpr int kPerWord = 4 / sizeof(Int) > 0 ? 4 / sizeof(Int) : 1;
+
+  Key max_top = static_cast<Key>(uint64_t{1} << (8 * sizeof(Key) - 1));
+  Key min_top = static_cast<Key>(~(uint64_t{1} << (8 * sizeof(Key) - 1)));
+
+  __device__ __forceinline__ void add(Key top) {
+    max_top = top > max_top ? top : max_top;
+    min_top = top < min_top ? top : min_top;
+  }
+
+  __device__ __forceinline__ static uint32_t keys_of_word(uint32_t word) {
+    constexpr uint32_t kSigns = Format::kWidth == 8    ? 0x01010101u
+                                : Format::kWidth == 16 ? 0x00010001u
+                                                       : 1u;
+    constexpr uint32_t kMagnitude = static_cast<uint32_t>((uint64_t{1} << (Format::kWidth - 1)) - 1);
+    return word ^ ((word >> (Format::kWidth - 1)) & kSigns) * kMagnitude;
+  }
+
+  __device__ __forceinline__ void fold_word(uint32_t word) {
+    if constexpr (Format::kFamily == Family::kFnuz) {  // its NaN has the bits of -0
+#pragma unroll
+      for (int i = 0; i < kPerWord; ++i) {
+        const Key key = Format::key(static_cast<Int>(word >> (i * Format::kWidth)));
+        add(static_cast<Key>(static_cast<uint32_t>(key) << kTop));
+      }
+    } else {
+      const uint32_t keys = keys_of_word(word);
+#pragma unroll
+      for (int i = 0; i < kPerWord; ++i) add(static_cast<Key>(keys << (i * Format::kWidth)));
+    }
+  }
+
+  __device__ __forceinline__ void fold(const uint4& v) {
+    if constexpr (Format::kWidth == 64) {
+      add(Format::key(static_cast<Int>(v.x | static_cast<uint64_t>(v.y) << 32)));
+      add(Format::key(static_cast<Int>(v.z | static_cast<uint64_t>(v.w) << 32)));
+    } else {
+      fold_word(v.x);
+      fold_word(v.y);
+      fold_word(v.z);
+      fold_word(v.w);
+    }
+  }
+
+  __device__ __forceinline__ void start(const uint4& v) {
+    *this = IntegerLanes();
+    fold(v);
+  }
+
+  __device__ __forceinline__ void merge(const IntegerLanes& other) {
+    add(other.max_top);
+    add(other.min_top);
+  }
+
+  // Of nothing: below every finite key, and above.
+  __device__ __forceinline__ Key max_key() const { return max_top >> kTop; }
+  __device__ __forceinline__ Key min_key() const { return min_top >> kTop; }
+
+  __device__ __forceinline__ bool shows_nonfinite() const {
+    return max_key() > Format::kMaxFinite || min_key() < Format::kMinFinite;
+  }
+};
+
+// The same by the floating-point unit, from sm_80 on: min.NaN and max.NaN hand a NaN on, order -0
+// below +0 and keep subnormals; 16-bit formats go two at a time.
+template <typename Format>
+struct FloatLanes {
+  using Int = typename Format::Int;
+  using Key = int32_t;
+  static constexpr bool kPair = Format::kWidth == 16;
+  static constexpr uint32_t kSign = kPair ? 0x80008000u : 0x80000000u;
+  static constexpr uint32_t kBoth = kPair ? 0x00010001u : 1u;
+  static constexpr uint32_t kPosInf = static_cast<uint32_t>(Format::kPosInf) * kBoth;
+  // Carries into the sign bit exactly when the exponent is all ones.
+  static constexpr uint32_t kToSign =
+      (static_cast<uint32_t>(uint64_t{1} << (Format::kWidth - 1)) -
+       static_cast<uint32_t>(Format::kPosInf)) *
+      kBoth;
+
+  uint32_t min_word = kPosInf;
+  uint32_t max_word = kPosInf | kSign;
+
+  template <bool kMax>
+  __device__ __forceinline__ static uint32_t pick(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    uint32_t r;
+    if constexpr (!kPair) {
+      float f;
+      if constexpr (kMax)
+        asm("max.NaN.f32 %0, %1, %2;" : "=f"(f) : "f"(__uint_as_float(a)), "f"(__uint_as_float(b)));
+      else
+        asm("min.NaN.f32 %0, %1, %2;" : "=f"(f) : "f"(__uint_as_float(a)), "f"(__uint_as_float(b)));
+      r = __float_as_uint(f);
+    } else if constexpr (Format::kExponentBits == 5) {
+      if constexpr (kMax)
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+      else
+        asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    } else {
+      if constexpr (kMax)
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+      else
+        asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    }
+    return r;
+#else  // what PTX ISA says of these instructions
+    uint32_t r = 0;
+    for (int shift = 0; shift < 32; shift += Format::kWidth) {
+      const Int x = static_cast<Int>(a >> shift), y = static_cast<Int>(b >> shift);
+      const bool nan = (x & Format::kHighest) > Format::kPosInf ||
+                       (y & Format::kHighest) > Format::kPosInf;
+      const bool first = kMax == (Format::key(x) > Format::key(y));
+      const Int chosen = nan ? Format::kHighest : first ? x : y;
+      r |= (static_cast<uint32_t>(chosen) & (kPair ? 0xffffu : 0xffffffffu)) << shift;
+    }
+    return r;
+#endif
+  }
+
+  __device__ __forceinline__ void fold_word(uint32_t word) {
+    min_word = pick<false>(min_word, word);
+    max_word = pick<true>(max_word, word);
+  }
+
+  __device__ __forceinline__ void fold(const uint4& v) {
+    fold_word(v.x);
+    fold_word(v.y);
+    fold_word(v.z);
+    fold_word(v.w);
+  }
+
+  __device__ __forceinline__ void start(const uint4& v) {
+    min_word = max_word = v.x;
+    fold_word(v.y);
+    fold_word(v.z);
+    fold_word(v.w);
+  }
+
+  __device__ __forceinline__ void merge(const FloatLanes& other) {
+    min_word = pick<false>(min_word, other.min_word);
+    max_word = pick<true>(max_word, other.max_word);
+  }
+
+  __device__ __forceinline__ bool shows_nonfinite() const {
+    return ((((min_word & ~kSign) + kToSign) | ((max_word & ~kSign) + kToSign)) & kSign) != 0;
+  }
+
+  __device__ __forceinline__ Key max_key() const {
+    const Key key = Format::key(static_cast<Int>(max_word));
+    if constexpr (!kPair) return key;
+    const Key high = Format::key(static_cast<Int>(max_word >> 16));
+    return high > key ? high : key;
+  }
+
+  __device__ __forceinline__ Key min_key() const {
+    const Key key = Format::key(static_cast<Int>(min_word));
+    if constexpr (!kPair) return key;
+    const Key high = Format::key(static_cast<Int>(min_word >> 16));
+    return high < key ? high : key;
+  }
+};
+
+template <typename Format, bool kPacked>
+struct LanesOf {
+  using type = IntegerLanes<Format>;
+};
+#if NANSCAN_PACKED_MINMAX
+template <typename Format>
+struct LanesOf<Format, true> {
+  using type = FloatLanes<Format>;
+};
+#endif
+template <typename Format>
+using Lanes = typename LanesOf<Format, Format::kWidth == 16 || Format::kWidth == 32>::type;
+
+// ---- level 2 -----------------------------------------------------------------------------------
+
+template <typename Format>
+__device__ __forceinline__ double to_double(typename Format::Int bits) {
+  if constexpr (Format::kWidth == 64) {
+    return bit_cast<double>(bits);
+  } else if constexpr (Format::kWidth == 32) {
+    return bit_cast<float>(bits);
+  } else if constexpr (Format::kExponentBits == 8) {
+    return bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+  } else {
+#ifdef __CUDA_ARCH__
+    if constexpr (Format::kWidth == 16) {
+      float value;
+      asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+      return value;
+    }
+#endif
+    return bit_cast<double>(Format::float64_bits(Format::key(bits)));
+  }
+}
+
+// Divides n and returns the remainder. 64-bit division is a long subroutine: avoided where it can be.
+__device__ __forceinline__ uint64_t divide(uint64_t& n, uint64_t divisor) {
+  if ((n | divisor) >> 32 == 0) {
+    const uint32_t dividend = static_cast<uint32_t>(n);
+    n = dividend / static_cast<uint32_t>(divisor);
+    return dividend % static_cast<uint32_t>(divisor);
+  }
+  const uint64_t rest = n % divisor;
+  n /= divisor;
+  return rest;
+}
+
+// Row-major index of the element at a place of the walk order.
+struct SameIndex {
+  static constexpr bool kFree = true;
+  __device__ __forceinline__ uint64_t operator()(uint64_t place) const { return place; }
+};
+
+struct MappedIndex {
+  static constexpr bool kFree = false;
+  const IndexDim* dims;  // slowest first
+  uint32_t count;        // 0: the same
+  __device__ __forceinline__ uint64_t operator()(uint64_t place) const {
+    if (count == 0) return place;
+    uint64_t index = 0;
+#pragma unroll 1
+    for (uint32_t d = count - 1; d > 0; --d) index += divide(place, dims[d].size) * dims[d].weight;
+    return index + place * dims[0].weight;
+  }
+};
+
+// What a thread found, then a warp, then a block; of any format.
+template <bool kMoments>
+struct Totals {
+  uint64_t max_key = 0, min_key = 0;  // as in Row
+  uint64_t first = 0;                 // ~(row-major index) of the first non-finite element
+  uint32_t nan = 0, posinf = 0, neginf = 0;
+  uint32_t zeros = 0, subnormals = 0;
+  double sum = 0, sumsq = 0;
+
+  __device__ __forceinline__ void merge(const Totals& other) {
+    max_key = other.max_key > max_key ? other.max_key : max_key;
+    min_key = other.min_key > min_key ? other.min_key : min_key;
+    first = other.first > first ? other.first : first;
+    nan += other.nan;
+    posinf += other.posinf;
+    neginf += other.neginf;
+    if constexpr (kMoments) {
+      zeros += other.zeros;
+      subnormals += other.subnormals;
+      sum += other.sum;
+      sumsq += other.sumsq;
+    }
+  }
+
+  // Of the lane `distance` away. Counts are moved only where a lane of the warp has some.
+  __device__ __forceinline__ Totals from_lane(int distance, bool warp_is_bad) const {
+    Totals other;
+    other.max_key = __shfl_xor_sync(kAllLanes, max_key, distance);
+    other.min_key = __shfl_xor_sync(kAllLanes, min_key, distance);
+    if (warp_is_bad) {
+      other.first = __shfl_xor_sync(kAllLanes, first, distance);
+      other.nan = __shfl_xor_sync(kAllLanes, nan, distance);
+      other.posinf = __shfl_xor_sync(kAllLanes, posinf, distance);
+      other.neginf = __shfl_xor_sync(kAllLanes, neginf, distance);
+    }
+    if constexpr (kMoments) {
+      other.zeros = __shfl_xor_sync(kAllLanes, zeros, distance);
+      other.subnormals = __shfl_xor_sync(kAllLanes, subnormals, distance);
+      other.sum = __shfl_xor_sync(kAllLanes, sum, distance);
+      other.sumsq = __shfl_xor_sync(kAllLanes, sumsq, distance);
+    }
+    return other;
+  }
+
+  __device__ __forceinline__ void merge_warp() {
+    const bool warp_is_bad = __any_sync(kAllLanes, (nan | posinf | neginf) != 0);
+#pragma unroll 1
+    for (int distance = 16; distance > 0; distance /= 2) merge(from_lane(distance, warp_is_bad));
+  }
+};
+
+// The same while a thread scans, with its extremes as keys of the format.
+template <typename Format, bool kMoments>
+struct Found {
+  using Int = typename Format::Int;
+  using Key = typename KeyOf<Format>::type;
+
+  Key max = Format::kLowest, min = Format::kHighest;  // of finite keys; so: there was none
+  Totals<kMoments> totals;
+
+  __device__ __forceinline__ void add_key(Key key_max, Key key_min) {
+    max = key_max > max ? key_max : max;
+    min = key_min < min ? key_min : min;
+  }
+
+  // `wants_first`: the index of a non-finite element matters, and is worth its cost.
+  template <typename Index>
+  __device__ __forceinline__ void element(Int bits, uint64_t place, const Index& index,
+                                          bool wants_first) {
+    const Int key = Format::key(bits);
+    if (!Format::is_finite_key(key)) {
+      const bool positive = Format::kHasInf && key == Format::kPosInf;
+      const bool negative = Format::kHasInf && key == Format::kNegInf;
+      totals.posinf += positive;
+      totals.neginf += negative;
+      totals.nan += !positive && !negative;
+      if (wants_first) {
+        const uint64_t complement = ~index(place);
+        totals.first = complement > totals.first ? complement : totals.first;
+      }
+      return;
+    }
+    add_key(key, key);
+    if constexpr (kMoments) {
+      const double value = to_double<Format>(bits);
+      totals.sum += value;
+      totals.sumsq += value * value;
+      const Int magnitude = Format::magnitude(key);
+      totals.zeros += magnitude == 0;
+      totals.subnormals += magnitude != 0 && magnitude < Format::kSmallestNormal;
+    }
+  }
+
+  __device__ __forceinline__ const Totals<kMoments>& result() {
+    if (max != Format::kLowest) {
+      totals.max_key = order_key(Format::float64_bits(static_cast<Int>(max)));
+      totals.min_key = ~order_key(Format::float64_bits(static_cast<Int>(min)));
+    }
+    return totals;
+  }
+};
+
+// ---- the row -----------------------------------------------------------------------------------
+
+// What a scan is, apart from its memory.
+struct Call {
+  Row* row;
+  uint32_t* tickets;
+  uint64_t elements, repeat;
+  uint32_t block, blocks;  // of this tensor
+};
+
+// The result goes to the host, and the row begins anew.
+__device__ inline void send_to_mirror(Row* row) {
+  volatile uint64_t* mirror = reinterpret_cast<volatile uint64_t*>(row->mirror);
+  const uint64_t* source = reinterpret_cast<const uint64_t*>(row);
+  constexpr int kWords = offsetof(Row, call_first_bad) / sizeof(uint64_t);
+  for (int i = 0; i < kWords; ++i) mirror[i] = source[i];
+  __threadfence_system();
+  mirror[offsetof(Row, arrived) / sizeof(uint64_t)] = 1;
+  Row empty{};
+  empty.mirror = row->mirror;
+  *row = empty;
+}
+
+// By one thread, once a scan, after all its blocks. `first_bad` is of this call.
+__device__ inline void conclude(Row* row, uint32_t* tickets, uint64_t first_bad, uint32_t calls) {
+  if (first_bad == 0 || row->ticket != 0) return;
+  uint32_t ticket = atomicAdd(tickets, 1u) + 1;
+  if (ticket == 0) ticket = atomicAdd(tickets, 1u) + 1;  // 0 means "none", also after 2^32 of them
+  if (atomicCAS(&row->ticket, 0u, ticket) != 0) return;  // another stream scans into it, too
+  row->first_bad = first_bad;
+  row->first_bad_call = calls;
+}
+
+// Merges a block's findings into the row. By one thread of each block.
+template <bool kMoments>
+__device__ inline void publish(const Totals<kMoments>& found, const Call& call) {
+  Row* row = call.row;
+  const bool mirrored = row->mirror != 0;
+  if (found.max_key) {
+    atomic_max(&row->max_key, found.max_key);
+    atomic_max(&row->min_key, found.min_key);
+  }
+  if (found.nan) atomic_add(&row->nan, found.nan * call.repeat);
+  if (found.posinf) atomic_add(&row->posinf, found.posinf * call.repeat);
+  if (found.neginf) atomic_add(&row->neginf, found.neginf * call.repeat);
+  if constexpr (kMoments) {
+    atomicAdd(&row->sum, found.sum * static_cast<double>(call.repeat));
+    atomicAdd(&row->sumsq, found.sumsq * static_cast<double>(call.repeat));
+    if (found.zeros) atomic_add(&row->zeros, found.zeros * call.repeat);
+    if (found.subnormals) atomic_add(&row->subnormals, found.subnormals * call.repeat);
+  }
+  if (call.block == 0) atomic_add(&row->elements, call.elements);
+
+  // NOTES: `calls` and `pending` are one word, so that who counts to zero also knows which call
+  // this is. Block 0 adds the call and all blocks at once: in any order, and were two streams to
+  // scan into one row, the count comes back to zero.
+  uint64_t* const calls_and_pending = reinterpret_cast<uint64_t*>(&row->calls);
+  uint64_t change = ~uint64_t{0} << 32;  // one block less
+  if (call.block == 0) change += static_cast<uint64_t>(call.blocks) << 32 | 1;
+  uint64_t first_bad = found.first;
+  if (call.blocks > 1) {
+    if (first_bad) atomic_max(&row->call_first_bad, first_bad);
+    if (first_bad || mirrored) __threadfence();  // before this block is counted out
+  }
+  const uint64_t after = atomic_add(calls_and_pending, change) + change;
+  if (after >> 32 != 0) return;
+  if (call.blocks > 1) {
+    __threadfence();  // what the others wrote
+    first_bad = row->call_first_bad;
+    if (first_bad) row->call_first_bad = 0;
+  }
+  conclude(row, call.tickets, first_bad, static_cast<uint32_t>(after));
+  if (!mirrored) return;
+  __threadfence();
+  send_to_mirror(row);
+}
+
+// Ends a block: every thread calls it once.
+template <bool kMoments>
+__device__ inline void finish(Totals<kMoments> found, const Call& call) {
+  struct Warps {
+    alignas(Totals<kMoments>) unsigned char of[kWarps][sizeof(Totals<kMoments>)];
+  };
+  NANSCAN_SHARED(Warps, warps);  // as bytes: shared memory has no constructors
+  found.merge_warp();
+  if (threadIdx.x % 32 == 0) memcpy(warps.of[threadIdx.x / 32], &found, sizeof found);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll 1
+  for (int i = 1; i < kWarps; ++i) {
+    Totals<kMoments> other;
+    memcpy(&other, warps.of[i], sizeof other);
+    found.merge(other);
+  }
+  publish(found, call);
+}
+
+// ---- flat memory -------------------------------------------------------------------------------
+
+// The kLoads vectors that a thread holds at `p`, `step` apart, of which the first `valid` are
+// there. Level 1, and level 2 if it must be.
+template <typename Format, bool kMoments, typename Index>
+__device__ __forceinline__ void scan_vectors(const uint4* p, uint64_t step, int valid,
+                                             uint64_t place, const Index& index, const Row* row,
+                                             Lanes<Format>& lanes,
+                                             Found<Format, kMoments>& found) {
+  constexpr int kPerVector = kLoadBytes / sizeof(typename Format::Int);
+  if constexpr (!kMoments) {  // moments look at each element anyway
+    uint4 v[kLoads];
+    v[0] = load_streaming(p);
+#pragma unroll
+    for (int j = 1; j < kLoads; ++j) v[j] = j < valid ? load_streaming(p + j * step) : v[0];
+    Lanes<Format> tile;
+    tile.start(v[0]);
+#pragma unroll
+    for (int j = 1; j < kLoads; ++j) tile.fold(v[j]);
+    if (!tile.shows_nonfinite()) {
+      lanes.merge(tile);
+      return;
+    }
+  }
+  // Element by element, from L1, in little code: what is fast here slows the compiler, not the user.
+  const bool wants_first = Index::kFree || row->ticket == 0;
+#pragma unroll 1
+  for (; valid > 0; --valid, p += step, place += step * kPerVector) {
+    const auto* elements = reinterpret_cast<const typename Format::Int*>(p);
+#pragma unroll 1
+    for (int i = 0; i < kPerVector; ++i) found.element(elements[i], place + i, index, wants_first);
+  }
+}
+
+// What a thread of block `call.block` of `call.blocks` finds. Memory from the first multiple of 16
+// bytes on goes in vectors; block 0 takes the elements before and after.
+template <typename Format, bool kMoments, typename Index>
+__device__ __forceinline__ Totals<kMoments> scan_flat(const void* data, uint64_t count,
+                                                      const Index& index, const Call& call) {
+  using Int = typename Format::Int;
+  constexpr uint32_t kPerVector = kLoadBytes / sizeof(Int);
+  Lanes<Format> lanes;
+  Found<Format, kMoments> found;
+
+  const Int* const elements = static_cast<const Int*>(data);
+  const uint32_t skew = static_cast<uint32_t>(reinterpret_cast<uint64_t>(data)) % kLoadBytes;
+  uint64_t head = skew == 0 ? 0 : (kLoadBytes - skew) / sizeof(Int);
+  if (head > count) head = count;
+  const uint4* const vectors = reinterpret_cast<const uint4*>(elements + head);
+  const uint64_t vector_count = (count - head) / kPerVector;
+
+  const uint64_t round = uint64_t{call.blocks} * (kThreads * kLoads);
+  const uint64_t rounds = vector_count / round;
+  uint64_t i = uint64_t{call.block} * (kThreads * kLoads) + threadIdx.x;
+  for (const uint64_t end = rounds * round; i < end; i += round)
+    scan_vectors<Format, kMoments>(vectors + i, kThreads, kLoads, head + i * kPerVector, index,
+                                   call.row, lanes, found);
+
+  // Less than a round is left: every block gets some of it.
+  i = rounds * round + uint64_t{call.block} * kThreads + threadIdx.x;
+  if (i < vector_count) {
+    const uint64_t step = uint64_t{call.blocks} * kThreads;
+    const int valid = static_cast<int>((vector_count - i - 1) / step) + 1;
+    scan_vectors<Format, kMoments>(vectors + i, step, valid, head + i * kPerVector, index, call.row,
+                                   lanes, found);
+  }
+
+  if (call.block == 0) {
+    const uint64_t tail = head + vector_count * kPerVector;
+    uint64_t place = count;
+    if (threadIdx.x < head) place = threadIdx.x;
+    if (threadIdx.x >= 32) place = tail + threadIdx.x - 32;
+    if (place < count) found.element(elements[place], place, index, true);
+  }
+  found.add_key(lanes.max_key(), lanes.min_key());
+  return found.result();
+}
+
+template <typename Format>
+__device__ __forceinline__ void run_flat(const FlatScan& scan) {
+  const Call call{scan.row, scan.tickets, scan.count, 1, blockIdx.x, gridDim.x};
+  finish(scan_flat<Format, false>(scan.data, scan.count, SameIndex{}, call), call);
+}
+
+// ---- any other layout --------------------------------------------------------------------------
+
+template <typename Format, bool kMoments>
+__device__ __forceinline__ void scan_strided(const StridedScan& scan) {
+  using Int = typename Format::Int;
+  constexpr uint32_t kPerVector = kLoadBytes / sizeof(Int);
+  const Call call{scan.row, scan.tickets, scan.elements, scan.repeat, blockIdx.x, gridDim.x};
+  const MappedIndex index{scan.index, scan.index_count};
+  Lanes<Format> lanes;
+  Found<Format, kMoments> found;
+
+  const uint64_t thread = uint64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const uint32_t lane = static_cast<uint32_t>(thread) & (scan.lanes - 1);
+  const uint64_t groups = uint64_t{gridDim.x} * kThreads / scan.lanes;
+  for (uint64_t unit = thread / scan.lanes; unit < scan.units; unit += groups) {
+    uint64_t outer = unit;
+    const uint64_t piece = scan.pieces == 1 ? 0 : divide(outer, scan.pieces);
+    uint64_t place = outer * scan.run;
+    int64_t offset = 0;
+    for (uint32_t d = scan.outer_count; d > 0; --d) {
+      const WalkDim& dim = scan.outer[d - 1];
+      offset += static_cast<int64_t>(d > 1 ? divide(outer, dim.size) : outer) * dim.stride;
+    }
+    const Int* const run = static_cast<const Int*>(scan.data) + offset;
+    uint64_t single = piece * kLoads * scan.lanes + lane, singles = kLoads, step = scan.lanes;
+    if (scan.vectors) {
+      const uint64_t whole = scan.run / kPerVector;
+      const bool ends = single + (kLoads - 1) * step < whole;
+      const int valid = ends             ? kLoads
+                        : single < whole ? static_cast<int>((whole - single - 1) / step) + 1
+                                         : 0;
+      if (valid > 0)
+        scan_vectors<Format, kMoments>(reinterpret_cast<const uint4*>(run) + single, step, valid,
+                                       place + single * kPerVector, index, scan.row, lanes, found);
+      // The end of the run, less than a vector, falls to whoever holds the place behind the last.
+      const uint64_t behind = whole - piece * kLoads * scan.lanes;
+      if (behind >= kLoads * scan.lanes || behind % scan.lanes != lane) continue;
+      single = whole * kPerVector;
+      singles = scan.run - single;
+      step = 1;
+    }
+    const bool wants_first = scan.row->ticket == 0;
+    for (uint64_t j = 0; j < singles; ++j, single += step)
+      if (single < scan.run)
+        found.element(run[static_cast<int64_t>(single) * scan.run_stride], place + single, index,
+                      wants_first);
+  }
+  found.add_key(lanes.max_key(), lanes.min_key());
+  finish(found.result(), call);
+}
+
+// ---- many tensors ------------------------------------------------------------------------------
+
+template <bool kMoments>
+__device__ __forceinline__ void scan_many(const ManyScan& scan) {
+  uint32_t low = 0, high = scan.tensors;  // the last entry that begins at or before this block
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    if (scan.entry[middle].first_block <= blockIdx.x)
+      low = middle;
+    else
+      high = middle;
+  }
+  const ManyEntry& entry = scan.entry[low];
+  const uint32_t end = low + 1 < scan.tensors ? scan.entry[low + 1].first_block : scan.blocks;
+  const Call call{entry.row, scan.tickets, entry.count, 1, blockIdx.x - entry.first_block,
+                  end - entry.first_block};
+  const MappedIndex index{scan.index + entry.index_begin, entry.index_count};
+  Totals<kMoments> found;
+  switch (entry.dtype) {
+#define NANSCAN_CASE(suffix, dtype)                                                             \
+  case DType::dtype:                                                                            \
+    found = scan_flat<FormatOf<DType::dtype>, kMoments>(entry.data, entry.count, index, call);  \
+    break;
+    NANSCAN_FORMATS(NANSCAN_CASE)
+#undef NANSCAN_CASE
+  }
+  finish(found, call);
+}
+
+}  // namespace nanscan::cuda
+
+// ---- entry points, found by name ---------------------------------------------------------------
+
+#define NANSCAN_ENTRY(kernel, arguments, blocks_per_sm, body)                               \
+  extern "C" __global__ void __launch_bounds__(nanscan::cuda::kThreads,                     \
+                                               nanscan::cuda::blocks_per_sm)                \
+      kernel(const __grid_constant__ nanscan::cuda::arguments scan) {                       \
+    using namespace nanscan;                                                                \
+    using namespace nanscan::cuda;                                                          \
+    body;                                                                                   \
+  }
+
+#define NANSCAN_ENTRIES(suffix, dtype)                                                      \
+  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatBlocksPerSm,                          \
+                (run_flat<FormatOf<DType::dtype>>(scan)))                                   \
+  NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kStridedBlocksPerSm,                   \
+                (scan_strided<FormatOf<DType::dtype>, false>(scan)))                        \
+  NANSCAN_ENTRY(nanscan_strided_moments_##suffix, StridedScan, kStridedBlocksPerSm,           \
+                (scan_strided<FormatOf<DType::dtype>, true>(scan)))
+
+NANSCAN_FORMATS(NANSCAN_ENTRIES)
+NANSCAN_ENTRY(nanscan_many, ManyScan, kManyBlocksPerSm, scan_many<false>(scan))
+NANSCAN_ENTRY(nanscan_many_moments, ManyScan, kManyBlocksPerSm, scan_many<true>(scan))
