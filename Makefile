@@ -1,7 +1,7 @@
 # make demo | test | bench | lint. Each makes .venv and installs what it needs, once.
 PYTHON ?= python3
 BIN := .venv/bin
-CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/cuda/*.cuh)
 BUILD := requirements-test.txt pyproject.toml setup.py csrc/CMakeLists.txt $(CPP)
 
 .PHONY: demo test bench lint format clean

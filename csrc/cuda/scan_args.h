@@ -39,8 +39,9 @@ struct FlatScan {
 };
 
 // Runs of `run` elements, `run_stride` apart, at the odometer of `outer`. A unit of work is a piece
-// of a run: `lanes` threads with kLoads loads each. With `vectors`, every run begins at a multiple
-// of 16 bytes and is flat.
+// of a run: `lanes` threads with kLoads loads each, of single elements or, with `vectors`, of 16
+// bytes; the end of a run that is less than that counts as one. With `vectors`, every run begins at
+// a multiple of 16 bytes and is flat.
 struct StridedScan {
   const void* data;
   uint64_t run;
@@ -81,14 +82,14 @@ static_assert(sizeof(ManyScan) <= 4096 && sizeof(StridedScan) <= 4096,
               "kernel arguments of any driver");
 
 // X(function suffix, DType) for every format.
-#define NANSCAN_FORMATS(X)               \
-  X(float16, kFloat16)                   \
-  X(bfloat16, kBFloat16)                 \
-  X(float32, kFloat32)                   \
-  X(float64, kFloat64)                   \
-  X(float8_e4m3fn, kFloat8E4M3FN)        \
-  X(float8_e5m2, kFloat8E5M2)            \
-  X(float8_e4m3fnuz, kFloat8E4M3FNUZ)    \
+#define NANSCAN_FORMATS(X)            \
+  X(float16, kFloat16)                \
+  X(bfloat16, kBFloat16)              \
+  X(float32, kFloat32)                \
+  X(float64, kFloat64)                \
+  X(float8_e4m3fn, kFloat8E4M3FN)     \
+  X(float8_e5m2, kFloat8E5M2)         \
+  X(float8_e4m3fnuz, kFloat8E4M3FNUZ) \
   X(float8_e5m2fnuz, kFloat8E5M2FNUZ)
 
 }  // namespace nanscan::cuda

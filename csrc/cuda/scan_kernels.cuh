@@ -96,7 +96,8 @@ struct IntegerLanes {
     constexpr uint32_t kSigns = Format::kWidth == 8    ? 0x01010101u
                                 : Format::kWidth == 16 ? 0x00010001u
                                                        : 1u;
-    constexpr uint32_t kMagnitude = static_cast<uint32_t>((uint64_t{1} << (Format::kWidth - 1)) - 1);
+    constexpr uint32_t kMagnitude =
+        static_cast<uint32_t>((uint64_t{1} << (Format::kWidth - 1)) - 1);
     return word ^ ((word >> (Format::kWidth - 1)) & kSigns) * kMagnitude;
   }
 
@@ -156,10 +157,9 @@ struct FloatLanes {
   static constexpr uint32_t kBoth = kPair ? 0x00010001u : 1u;
   static constexpr uint32_t kPosInf = static_cast<uint32_t>(Format::kPosInf) * kBoth;
   // Carries into the sign bit exactly when the exponent is all ones.
-  static constexpr uint32_t kToSign =
-      (static_cast<uint32_t>(uint64_t{1} << (Format::kWidth - 1)) -
-       static_cast<uint32_t>(Format::kPosInf)) *
-      kBoth;
+  static constexpr uint32_t kToSign = (static_cast<uint32_t>(uint64_t{1} << (Format::kWidth - 1)) -
+                                       static_cast<uint32_t>(Format::kPosInf)) *
+                                      kBoth;
 
   uint32_t min_word = kPosInf;
   uint32_t max_word = kPosInf | kSign;
@@ -191,8 +191,8 @@ struct FloatLanes {
     uint32_t r = 0;
     for (int shift = 0; shift < 32; shift += Format::kWidth) {
       const Int x = static_cast<Int>(a >> shift), y = static_cast<Int>(b >> shift);
-      const bool nan = (x & Format::kHighest) > Format::kPosInf ||
-                       (y & Format::kHighest) > Format::kPosInf;
+      const bool nan =
+          (x & Format::kHighest) > Format::kPosInf || (y & Format::kHighest) > Format::kPosInf;
       const bool first = kMax == (Format::key(x) > Format::key(y));
       const Int chosen = nan ? Format::kHighest : first ? x : y;
       r |= (static_cast<uint32_t>(chosen) & (kPair ? 0xffffu : 0xffffffffu)) << shift;
@@ -279,7 +279,8 @@ __device__ __forceinline__ double to_double(typename Format::Int bits) {
   }
 }
 
-// Divides n and returns the remainder. 64-bit division is a long subroutine: avoided where it can be.
+// Divides n and returns the remainder. 64-bit division is a long subroutine: avoided where it can
+// be.
 __device__ __forceinline__ uint64_t divide(uint64_t& n, uint64_t divisor) {
   if ((n | divisor) >> 32 == 0) {
     const uint32_t dividend = static_cast<uint32_t>(n);
@@ -511,14 +512,26 @@ __device__ inline void finish(Totals<kMoments> found, const Call& call) {
 
 // ---- flat memory -------------------------------------------------------------------------------
 
-// The kLoads vectors that a thread holds at `p`, `step` apart, of which the first `valid` are
+// Elements in walk order: `elements[0]` has the place `place`.
+template <typename Format>
+struct Run {
+  using Int = typename Format::Int;
+  const Int* elements;
+  uint64_t place;
+
+  __device__ __forceinline__ uint64_t place_of(const Int* p) const {
+    return place + static_cast<uint64_t>(p - elements);
+  }
+};
+
+// The kLoads vectors that a thread takes at `p`, `step` apart, of which the first `valid` are
 // there. Level 1, and level 2 if it must be.
 template <typename Format, bool kMoments, typename Index>
 __device__ __forceinline__ void scan_vectors(const uint4* p, uint64_t step, int valid,
-                                             uint64_t place, const Index& index, const Row* row,
-                                             Lanes<Format>& lanes,
+                                             const Run<Format>& run, const Index& index,
+                                             const Row* row, Lanes<Format>& lanes,
                                              Found<Format, kMoments>& found) {
-  constexpr int kPerVector = kLoadBytes / sizeof(typename Format::Int);
+  using Int = typename Format::Int;
   if constexpr (!kMoments) {  // moments look at each element anyway
     uint4 v[kLoads];
     v[0] = load_streaming(p);
@@ -533,13 +546,14 @@ __device__ __forceinline__ void scan_vectors(const uint4* p, uint64_t step, int 
       return;
     }
   }
-  // Element by element, from L1, in little code: what is fast here slows the compiler, not the user.
+  // Element by element, from L1, in little code: unrolled, it would be most of the compile time.
   const bool wants_first = Index::kFree || row->ticket == 0;
 #pragma unroll 1
-  for (; valid > 0; --valid, p += step, place += step * kPerVector) {
-    const auto* elements = reinterpret_cast<const typename Format::Int*>(p);
+  for (; valid > 0; --valid, p += step) {
+    const Int* const elements = reinterpret_cast<const Int*>(p);
 #pragma unroll 1
-    for (int i = 0; i < kPerVector; ++i) found.element(elements[i], place + i, index, wants_first);
+    for (int i = 0; i < kLoadBytes / static_cast<int>(sizeof(Int)); ++i)
+      found.element(elements[i], run.place_of(elements + i), index, wants_first);
   }
 }
 
@@ -553,35 +567,34 @@ __device__ __forceinline__ Totals<kMoments> scan_flat(const void* data, uint64_t
   Lanes<Format> lanes;
   Found<Format, kMoments> found;
 
-  const Int* const elements = static_cast<const Int*>(data);
+  const Run<Format> run{static_cast<const Int*>(data), 0};
   const uint32_t skew = static_cast<uint32_t>(reinterpret_cast<uint64_t>(data)) % kLoadBytes;
   uint64_t head = skew == 0 ? 0 : (kLoadBytes - skew) / sizeof(Int);
   if (head > count) head = count;
-  const uint4* const vectors = reinterpret_cast<const uint4*>(elements + head);
-  const uint64_t vector_count = (count - head) / kPerVector;
+  const uint4* p = reinterpret_cast<const uint4*>(run.elements + head);
+  uint64_t left = (count - head) / kPerVector;
+  const uint64_t behind = head + left * kPerVector;
 
   const uint64_t round = uint64_t{call.blocks} * (kThreads * kLoads);
-  const uint64_t rounds = vector_count / round;
-  uint64_t i = uint64_t{call.block} * (kThreads * kLoads) + threadIdx.x;
-  for (const uint64_t end = rounds * round; i < end; i += round)
-    scan_vectors<Format, kMoments>(vectors + i, kThreads, kLoads, head + i * kPerVector, index,
-                                   call.row, lanes, found);
+  const uint64_t mine = uint64_t{call.block} * (kThreads * kLoads) + threadIdx.x;
+  for (p += mine; left >= round; left -= round, p += round)
+    scan_vectors<Format, kMoments>(p, kThreads, kLoads, run, index, call.row, lanes, found);
+  p -= mine;
 
   // Less than a round is left: every block gets some of it.
-  i = rounds * round + uint64_t{call.block} * kThreads + threadIdx.x;
-  if (i < vector_count) {
+  const uint64_t i = uint64_t{call.block} * kThreads + threadIdx.x;
+  if (i < left) {
     const uint64_t step = uint64_t{call.blocks} * kThreads;
-    const int valid = static_cast<int>((vector_count - i - 1) / step) + 1;
-    scan_vectors<Format, kMoments>(vectors + i, step, valid, head + i * kPerVector, index, call.row,
-                                   lanes, found);
+    int valid = 1;
+    while (valid < kLoads && i + valid * step < left) ++valid;
+    scan_vectors<Format, kMoments>(p + i, step, valid, run, index, call.row, lanes, found);
   }
 
   if (call.block == 0) {
-    const uint64_t tail = head + vector_count * kPerVector;
     uint64_t place = count;
     if (threadIdx.x < head) place = threadIdx.x;
-    if (threadIdx.x >= 32) place = tail + threadIdx.x - 32;
-    if (place < count) found.element(elements[place], place, index, true);
+    if (threadIdx.x >= 32) place = behind + threadIdx.x - 32;
+    if (place < count) found.element(run.elements[place], place, index, true);
   }
   found.add_key(lanes.max_key(), lanes.min_key());
   return found.result();
@@ -610,35 +623,34 @@ __device__ __forceinline__ void scan_strided(const StridedScan& scan) {
   for (uint64_t unit = thread / scan.lanes; unit < scan.units; unit += groups) {
     uint64_t outer = unit;
     const uint64_t piece = scan.pieces == 1 ? 0 : divide(outer, scan.pieces);
-    uint64_t place = outer * scan.run;
+    const uint64_t place = outer * scan.run;
     int64_t offset = 0;
     for (uint32_t d = scan.outer_count; d > 0; --d) {
       const WalkDim& dim = scan.outer[d - 1];
       offset += static_cast<int64_t>(d > 1 ? divide(outer, dim.size) : outer) * dim.stride;
     }
-    const Int* const run = static_cast<const Int*>(scan.data) + offset;
-    uint64_t single = piece * kLoads * scan.lanes + lane, singles = kLoads, step = scan.lanes;
-    if (scan.vectors) {
-      const uint64_t whole = scan.run / kPerVector;
-      const bool ends = single + (kLoads - 1) * step < whole;
-      const int valid = ends             ? kLoads
-                        : single < whole ? static_cast<int>((whole - single - 1) / step) + 1
-                                         : 0;
-      if (valid > 0)
-        scan_vectors<Format, kMoments>(reinterpret_cast<const uint4*>(run) + single, step, valid,
-                                       place + single * kPerVector, index, scan.row, lanes, found);
-      // The end of the run, less than a vector, falls to whoever holds the place behind the last.
-      const uint64_t behind = whole - piece * kLoads * scan.lanes;
-      if (behind >= kLoads * scan.lanes || behind % scan.lanes != lane) continue;
-      single = whole * kPerVector;
-      singles = scan.run - single;
-      step = 1;
-    }
-    const bool wants_first = scan.row->ticket == 0;
-    for (uint64_t j = 0; j < singles; ++j, single += step)
-      if (single < scan.run)
-        found.element(run[static_cast<int64_t>(single) * scan.run_stride], place + single, index,
+    const Run<Format> run{static_cast<const Int*>(scan.data) + offset, place};
+    uint64_t begin = piece * kLoads * scan.lanes;
+    if (!scan.vectors) {
+      const bool wants_first = scan.row->ticket == 0;
+      for (uint32_t j = 0; j < kLoads; ++j) {
+        const uint64_t i = begin + j * scan.lanes + lane;
+        if (i >= scan.run) break;
+        found.element(run.elements[static_cast<int64_t>(i) * scan.run_stride], place + i, index,
                       wants_first);
+      }
+      continue;
+    }
+    const uint64_t whole = scan.run / kPerVector;
+    int valid = 0;
+    while (valid < kLoads && begin + valid * scan.lanes + lane < whole) ++valid;
+    if (valid > 0)
+      scan_vectors<Format, kMoments>(reinterpret_cast<const uint4*>(run.elements) + begin + lane,
+                                     scan.lanes, valid, run, index, scan.row, lanes, found);
+    // The end of the run, less than a vector, counts as one more and falls to whose turn it is.
+    if (valid == kLoads || begin + valid * scan.lanes + lane != whole) continue;
+    for (uint64_t i = whole * kPerVector; i < scan.run; ++i)
+      found.element(run.elements[i], place + i, index, true);
   }
   found.add_key(lanes.max_key(), lanes.min_key());
   finish(found.result(), call);
@@ -658,14 +670,18 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
   }
   const ManyEntry& entry = scan.entry[low];
   const uint32_t end = low + 1 < scan.tensors ? scan.entry[low + 1].first_block : scan.blocks;
-  const Call call{entry.row, scan.tickets, entry.count, 1, blockIdx.x - entry.first_block,
+  const Call call{entry.row,
+                  scan.tickets,
+                  entry.count,
+                  1,
+                  blockIdx.x - entry.first_block,
                   end - entry.first_block};
   const MappedIndex index{scan.index + entry.index_begin, entry.index_count};
   Totals<kMoments> found;
   switch (entry.dtype) {
-#define NANSCAN_CASE(suffix, dtype)                                                             \
-  case DType::dtype:                                                                            \
-    found = scan_flat<FormatOf<DType::dtype>, kMoments>(entry.data, entry.count, index, call);  \
+#define NANSCAN_CASE(suffix, dtype)                                                            \
+  case DType::dtype:                                                                           \
+    found = scan_flat<FormatOf<DType::dtype>, kMoments>(entry.data, entry.count, index, call); \
     break;
     NANSCAN_FORMATS(NANSCAN_CASE)
 #undef NANSCAN_CASE
@@ -677,21 +693,21 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
 
 // ---- entry points, found by name ---------------------------------------------------------------
 
-#define NANSCAN_ENTRY(kernel, arguments, blocks_per_sm, body)                               \
-  extern "C" __global__ void __launch_bounds__(nanscan::cuda::kThreads,                     \
-                                               nanscan::cuda::blocks_per_sm)                \
-      kernel(const __grid_constant__ nanscan::cuda::arguments scan) {                       \
-    using namespace nanscan;                                                                \
-    using namespace nanscan::cuda;                                                          \
-    body;                                                                                   \
+#define NANSCAN_ENTRY(kernel, arguments, blocks_per_sm, body)                \
+  extern "C" __global__ void __launch_bounds__(nanscan::cuda::kThreads,      \
+                                               nanscan::cuda::blocks_per_sm) \
+      kernel(const __grid_constant__ nanscan::cuda::arguments scan) {        \
+    using namespace nanscan;                                                 \
+    using namespace nanscan::cuda;                                           \
+    body;                                                                    \
   }
 
-#define NANSCAN_ENTRIES(suffix, dtype)                                                      \
-  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatBlocksPerSm,                          \
-                (run_flat<FormatOf<DType::dtype>>(scan)))                                   \
-  NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kStridedBlocksPerSm,                   \
-                (scan_strided<FormatOf<DType::dtype>, false>(scan)))                        \
-  NANSCAN_ENTRY(nanscan_strided_moments_##suffix, StridedScan, kStridedBlocksPerSm,           \
+#define NANSCAN_ENTRIES(suffix, dtype)                                              \
+  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatBlocksPerSm,                  \
+                (run_flat<FormatOf<DType::dtype>>(scan)))                           \
+  NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kStridedBlocksPerSm,         \
+                (scan_strided<FormatOf<DType::dtype>, false>(scan)))                \
+  NANSCAN_ENTRY(nanscan_strided_moments_##suffix, StridedScan, kStridedBlocksPerSm, \
                 (scan_strided<FormatOf<DType::dtype>, true>(scan)))
 
 NANSCAN_FORMATS(NANSCAN_ENTRIES)
