@@ -39,6 +39,19 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(build / target.name, target)
+        in_place = self.inplace or self.editable_mode
+        ship_kernels(build, (ROOT / "nanscan" if in_place else target.parent) / "kernels")
+
+
+def ship_kernels(build: Path, kernels: Path) -> None:
+    """The kernels as package data: their source and, where nvcc made one, their image."""
+    shutil.rmtree(kernels, ignore_errors=True)
+    (kernels / "cuda").mkdir(parents=True)
+    for name in ("float_format.h", "row.h", "cuda/scan_args.h", "cuda/scan_kernels.cuh"):
+        shutil.copy2(ROOT / "csrc" / name, kernels / name)
+    image = build / "scan_kernels.fatbin"
+    if image.exists():
+        shutil.copy2(image, kernels)
 
 
 def require_compiler() -> None:

@@ -7,11 +7,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
+#include <map>
 #include <string>
 
 #include "calls.h"
 #include "cpu/scan.h"
+#include "cuda/results.h"
 #include "table.h"
 
 namespace py = pybind11;
@@ -48,59 +51,55 @@ bool expect_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
   return false;
 }
 
+// Scans outside of any table, of views of one device.
+std::vector<std::unique_ptr<cuda::PendingScan>> start_scans(const std::vector<TensorView>& views,
+                                                            bool moments) {
+  const dlpack::Device device = views.front().device;
+  void* stream = nullptr;
+  if (!current_stream(device, stream))
+    throw cuda::Error("nanscan: torch names no current stream of cuda:" +
+                      std::to_string(device.id));
+  return cuda::PendingScan::start(*cuda::Device::find(device.id), views, moments, stream);
+}
+
 PyObject* none_if(bool succeeded) { return succeeded ? Py_NewRef(Py_None) : nullptr; }
+
+PyObject* result_of(int row_or_status) {
+  return row_or_status == kFailed ? nullptr : PyLong_FromLong(row_or_status);
+}
 
 PyObject* table_scan(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Table* table = self_of<Table>(self);
   if (!table || !expect_arguments(count, 2, 2)) return nullptr;
   const int row = row_index(args[1], *table, false);
-  return row < 0 ? nullptr : PyLong_FromLong(table->scan(args[0], row));
+  return row < 0 ? nullptr : result_of(table->scan(args[0], row));
 }
 
 PyObject* table_visit(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Table* table = self_of<Table>(self);
   if (!table || !expect_arguments(count, 2, 2)) return nullptr;
   const int row = row_index(args[1], *table, true);
-  return row < -1 ? nullptr : PyLong_FromLong(table->visit(args[0], row));
+  return row < -1 ? nullptr : result_of(table->visit(args[0], row));
 }
 
-// scan_many(tensors: list, rows: list) -> list of (position, status) of those not scanned.
-PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Table* table = self_of<Table>(self);
-  if (!table || !expect_arguments(count, 2, 2)) return nullptr;
-  if (!PyList_Check(args[0]) || !PyList_Check(args[1]) ||
-      PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "nanscan: scan_many expects two lists of one length");
-    return nullptr;
-  }
-  PyObject* refused = PyList_New(0);
-  // Sizes are read anew each turn: a large scan releases the GIL.
-  for (Py_ssize_t i = 0; refused && i < PyList_GET_SIZE(args[0]) && i < PyList_GET_SIZE(args[1]);
-       ++i) {
-    const int row = row_index(PyList_GET_ITEM(args[1], i), *table, false);
-    if (row < 0) {
-      Py_CLEAR(refused);
-      break;
-    }
-    PyObject* tensor = Py_NewRef(PyList_GET_ITEM(args[0], i));
-    const Status status = table->scan(tensor, row);
-    Py_DECREF(tensor);
-    if (status == kOk) continue;
-    PyObject* entry = Py_BuildValue("(ni)", i, static_cast<int>(status));
-    if (!entry || PyList_Append(refused, entry) < 0) Py_CLEAR(refused);
-    Py_XDECREF(entry);
-  }
-  return refused;
-}
-
-// scan_once(tensor, moments: bool) -> 128 bytes of a Row, or a negative status.
+// scan_once(tensor, moments: bool) -> 128 bytes of a Row, a PendingScan, or a negative status.
 PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expect_arguments(count, 2, 2)) return nullptr;
   const int moments = PyObject_IsTrue(args[1]);
   if (moments < 0) return nullptr;
-  Row row{};
-  const Status status = scan_once(args[0], moments != 0, row);
+  TensorView view;
+  const Status status = view_scannable(args[0], view, LazyBits::kAlwaysAsk);
   if (status != kOk) return PyLong_FromLong(status);
+  if (view.device.type == dlpack::kCUDA && view.elements > 0) {
+    try {
+      return py::cast(std::move(start_scans({view}, moments != 0).front())).release().ptr();
+    } catch (const cuda::Error& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      return nullptr;
+    }
+  }
+  Row row{};
+  scan_once(view, moments != 0, row);
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&row), sizeof row);
 }
 
@@ -123,6 +122,61 @@ PyObject* calls_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 4, 4)) return nullptr;
   return none_if(calls->leaf(args[0], args[1], args[2], args[3]));
+}
+
+// Scans many tensors with few launches. Returns what scan_once would, for each.
+py::list scan_once_many(const py::list& tensors, bool moments) {
+  py::list results;
+  std::map<int, std::vector<std::pair<size_t, TensorView>>> on_device;
+  for (const py::handle tensor : tensors) {
+    TensorView view;
+    const Status status = view_scannable(tensor.ptr(), view, LazyBits::kAlwaysAsk);
+    const bool on_device_now =
+        status == kOk && view.device.type == dlpack::kCUDA && view.elements > 0;
+    if (on_device_now) on_device[view.device.id].emplace_back(results.size(), view);
+    if (status != kOk || on_device_now) {
+      results.append(static_cast<int>(status));
+      continue;
+    }
+    Row row{};
+    scan_once(view, moments, row);
+    results.append(py::bytes(reinterpret_cast<const char*>(&row), sizeof row));
+  }
+  for (const auto& [ordinal, numbered] : on_device) {
+    std::vector<TensorView> views;
+    for (const auto& [position, view] : numbered) views.push_back(view);
+    auto scans = start_scans(views, moments);
+    for (size_t i = 0; i < scans.size(); ++i)
+      results[numbered[i].first] = py::cast(std::move(scans[i]));
+  }
+  return results;
+}
+
+// scan_many(tensors: list, rows: list) -> list of (position, status) of those not scanned.
+PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Table* table = self_of<Table>(self);
+  if (!table || !expect_arguments(count, 2, 2)) return nullptr;
+  if (!PyList_Check(args[0]) || !PyList_Check(args[1]) ||
+      PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "nanscan: scan_many expects two lists of one length");
+    return nullptr;
+  }
+  std::vector<std::pair<PyObject*, int>> pairs;
+  std::vector<py::object> alive;  // large scans release the GIL, and the list may change
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
+    const int row = row_index(PyList_GET_ITEM(args[1], i), *table, false);
+    if (row < 0) return nullptr;
+    alive.push_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(args[0], i)));
+    pairs.emplace_back(alive.back().ptr(), row);
+  }
+  std::vector<std::pair<int, int>> refused;
+  try {
+    table->scan_many(pairs, refused);
+  } catch (const cuda::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  return py::cast(refused).release().ptr();
 }
 
 // METH_FASTCALL functions are stored under the type of METH_VARARGS ones; CPython casts back.
@@ -148,12 +202,25 @@ py::object bound(py::object object, const char* name, const char* doc) {
   return builtin(method<f>(name, doc), capsule);
 }
 
-std::vector<int> snapshot(Table& table, py::array_t<uint8_t, py::array::c_style> rows,
-                          py::array_t<uint64_t, py::array::c_style> order, bool reset) {
-  if (rows.nbytes() != table.size() * static_cast<py::ssize_t>(sizeof(Row)) ||
-      order.size() != table.size())
-    throw py::value_error("nanscan: snapshot expects arrays of exactly the table's size");
-  return table.snapshot(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data(), reset);
+using ByteArray = py::array_t<uint8_t, py::array::c_style>;
+using OrderArray = py::array_t<uint64_t, py::array::c_style>;
+
+void expect_size(const ByteArray& rows, const OrderArray& order, int size) {
+  if (rows.nbytes() != size * static_cast<py::ssize_t>(sizeof(Row)) || order.size() != size)
+    throw py::value_error("nanscan: a snapshot expects arrays of exactly the table's size");
+}
+
+py::tuple snapshot(Table& table, ByteArray rows, OrderArray order, bool reset) {
+  expect_size(rows, order, table.size());
+  std::vector<int> notable;
+  std::unique_ptr<Arrival> arrival = table.snapshot(reinterpret_cast<Row*>(rows.mutable_data()),
+                                                    order.mutable_data(), reset, notable);
+  return py::make_tuple(notable, std::move(arrival));
+}
+
+std::vector<int> merge_arrival(Arrival& arrival, ByteArray rows, OrderArray order) {
+  expect_size(rows, order, arrival.size());
+  return arrival.merge_into(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
 const char* const kDTypeNames[kDTypeCount] = {"float16",         "bfloat16",       "float32",
@@ -167,17 +234,59 @@ const RowContext& context_of(const Table& table, int row) {
   return table.context(row);
 }
 
-py::object describe(const Table& table, int row) {
-  const RowContext& context = context_of(table, row);
-  if (!context.described) return py::none();
-  const char* name = kDTypeNames[static_cast<int>(context.dtype)];
-  if (context.is_complex)
-    name = context.dtype == DType::kFloat16   ? "complex32"
-           : context.dtype == DType::kFloat32 ? "complex64"
-                                              : "complex128";
-  py::tuple shape(context.shape.size());
-  for (size_t i = 0; i < context.shape.size(); ++i) shape[i] = context.shape[i];
+py::object as_tuple(DType dtype, bool is_complex, const int64_t* sizes, size_t count) {
+  const char* name = kDTypeNames[static_cast<int>(dtype)];
+  if (is_complex)
+    name = dtype == DType::kFloat16   ? "complex32"
+           : dtype == DType::kFloat32 ? "complex64"
+                                      : "complex128";
+  py::tuple shape(count);
+  for (size_t i = 0; i < count; ++i) shape[i] = sizes[i];
   return py::make_tuple(name, shape);
+}
+
+// (dtype, shape), or None where nothing was scanned.
+py::object as_tuple(const Description* description) {
+  if (!description) return py::none();
+  return as_tuple(description->dtype, description->is_complex, description->shape.data(),
+                  description->shape.size());
+}
+
+// The same of a tensor, without a call of torch that a tracer would record.
+py::object describe(py::handle tensor) {
+  TensorView view;
+  if (view_tensor(tensor.ptr(), view, LazyBits::kByStrides) != kOk) return py::none();
+  return as_tuple(view.dtype, view.is_complex, view.logical.size,
+                  static_cast<size_t>(view.logical.count - (view.is_complex ? 1 : 0)));
+}
+
+// Merges a scan of the reference, given as the bytes of a Row.
+void merge_scan(Table& table, int row, const py::bytes& scan, const std::string& dtype,
+                const std::vector<int64_t>& shape) {
+  context_of(table, row);
+  const std::string bytes = scan;
+  const bool is_complex = dtype.rfind("complex", 0) == 0;
+  const std::string real = !is_complex            ? dtype
+                           : dtype == "complex32" ? "float16"
+                           : dtype == "complex64" ? "float32"
+                                                  : "float64";
+  const auto* const name = std::find(kDTypeNames, kDTypeNames + kDTypeCount, real);
+  if (bytes.size() != sizeof(Row) || name == kDTypeNames + kDTypeCount)
+    throw py::value_error("nanscan: expected the bytes of a row and the name of a dtype");
+  Row merged;
+  std::memcpy(&merged, bytes.data(), sizeof merged);
+  table.merge(row, merged, static_cast<DType>(name - kDTypeNames), is_complex, shape);
+}
+
+void define_arrival(py::module_& m) {
+  py::class_<Arrival>(m, "Arrival")
+      .def("ready", &Arrival::ready)
+      .def("wait", &Arrival::wait)
+      .def("merge_into", &merge_arrival, py::arg("rows").noconvert(), py::arg("order").noconvert())
+      .def("describe", [](const Arrival& arrival, int row) {
+        if (row < 0 || row >= arrival.size()) throw py::index_error("nanscan: no such row");
+        return as_tuple(arrival.describe(row));
+      });
 }
 
 void define_table(py::module_& m) {
@@ -190,21 +299,48 @@ void define_table(py::module_& m) {
       .def("order", [](const Table& table, int row) { return context_of(table, row).order; })
       .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert(),
            py::arg("reset") = true)
-      .def("describe", &describe)
+      .def("describe", [](const Table& table,
+                          int row) { return as_tuple(context_of(table, row).description.get()); })
+      .def("can_snapshot", &Table::can_snapshot)
+      .def_property_readonly("captured", &Table::captured)
+      .def_property_readonly("on_device", &Table::on_device)
+      .def_property_readonly("scan_many",
+                             [](py::object self) {
+                               return bound<Table, table_scan_many>(std::move(self), "scan_many",
+                                                                    "scan_many(tensors, rows)");
+                             })
+      .def("merge", &merge_scan)
       .def_property_readonly("visit",
                              [](py::object self) {
                                return bound<Table, table_visit>(std::move(self), "visit",
                                                                 "visit(tensor, row)");
                              })
-      .def_property_readonly("scan",
-                             [](py::object self) {
-                               return bound<Table, table_scan>(std::move(self), "scan",
-                                                               "scan(tensor, row)");
-                             })
-      .def_property_readonly("scan_many", [](py::object self) {
-        return bound<Table, table_scan_many>(std::move(self), "scan_many",
-                                             "scan_many(tensors, rows)");
+      .def_property_readonly("scan", [](py::object self) {
+        return bound<Table, table_scan>(std::move(self), "scan", "scan(tensor, row)");
       });
+}
+
+// The index of the CUDA device that a tensor is on; None if it is on none.
+py::object cuda_ordinal(py::handle tensor) {
+  TensorView view;
+  const Status status = view_tensor(tensor.ptr(), view, LazyBits::kByStrides);
+  if (status != kOk || view.device.type != dlpack::kCUDA) return py::none();
+  return py::int_(view.device.id);
+}
+
+void define_cuda(py::module_& m) {
+  py::class_<cuda::PendingScan>(m, "PendingScan")
+      .def("ready", &cuda::PendingScan::ready)
+      .def("wait", [](cuda::PendingScan& scan) {
+        return py::bytes(reinterpret_cast<const char*>(&scan.wait()), sizeof(Row));
+      });
+  m.def("cuda_ordinal", &cuda_ordinal);
+  m.def("cuda_capability", &cuda::Device::compute_capability);
+  m.def("cuda_prepare", [](int ordinal, const py::bytes& image) {
+    cuda::Device::prepare(ordinal, PyBytes_AS_STRING(image.ptr()));
+  });
+  m.def("cuda_refuse", &refuse_device);
+  m.def("cuda_is_prepared", [](int ordinal) { return cuda::Device::find(ordinal) != nullptr; });
 }
 
 void define_calls(py::module_& m) {
@@ -252,6 +388,8 @@ void define_status(py::module_& m) {
   m.attr("NO_DATA") = static_cast<int>(kNoData);
   m.attr("NO_VIEW") = static_cast<int>(kNoView);
   m.attr("LAZY_BIT") = static_cast<int>(kLazyBit);
+  m.attr("UNPREPARED") = static_cast<int>(kUnprepared);
+  m.attr("MISALIGNED") = static_cast<int>(kMisaligned);
 }
 
 void initialize(py::type tensor, py::type parameter, py::capsule exchange) {
@@ -280,8 +418,12 @@ PYBIND11_MODULE(_C, m) {
   using namespace nanscan;
   m.doc() = "Compiled core of nanscan; see _C.pyi.";
   define_status(m);
+  define_arrival(m);
   define_table(m);
   define_calls(m);
+  define_cuda(m);
+  m.def("scan_once_many", &scan_once_many);
+  m.def("describe", &describe);
   m.attr("scan_once") =
       builtin(method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
   m.def("initialize", &initialize);
@@ -291,4 +433,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("plain_read", &plain_read);
   m.def("noop", [](const py::object&, int) { return 0; });
   m.attr("CUDA_TOOLKIT") = NANSCAN_CUDA_TOOLKIT;
+  m.attr("CUDA_ARCHITECTURES") = NANSCAN_CUDA_ARCHITECTURES;
 }

@@ -175,6 +175,7 @@ bool Calls::visit_inputs(Module& module, PyObject* args) {
     PyObject* x = PyTuple_GET_ITEM(args, i);
     const int row = table_.visit(x, module.arguments[i].row);
     if (row == kNotFloat) continue;
+    if (row == kFailed) return false;
     const int* sources = module.arguments[i].sources;  // now: other threads may run in a visit
     if (row >= 0 && std::find(sources, sources + kSources, row) != sources + kSources) continue;
     PyObject* index = PyLong_FromSsize_t(i);
@@ -219,6 +220,7 @@ bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
 bool Calls::visit_output(Module& module, PyObject* output) {
   const int row = table_.visit(output, module.output_row);
   if (row >= 0 || row == kNotFloat) return true;
+  if (row == kFailed) return false;
   PyObject* status = PyLong_FromLong(row);
   const int own =
       take_row(status ? call(slow_, name_output_, module.place, output, status) : nullptr);

@@ -22,19 +22,25 @@ struct Row {
   int32_t pending;          // while a CUDA scan runs: its blocks that are not done; else 0
   uint32_t first_bad_call;  // the call, counted from 1, that first saw something non-finite
   uint32_t ticket;          // order among rows of a device in which they went bad; 0: all finite
-  double sum;           // over finite values, only when moments are asked for
-  double sumsq;         // likewise
-  uint64_t zeros;       // likewise; both signs
-  uint64_t subnormals;  // likewise; of the tensor's own format
+  double sum;               // over finite values, only when moments are asked for
+  double sumsq;             // likewise
+  uint64_t zeros;           // likewise; both signs
+  uint64_t subnormals;      // likewise; of the tensor's own format
   // These three only on a CUDA device; 0 in a snapshot.
   uint64_t call_first_bad;  // as first_bad, of the scan that runs
   uint64_t mirror;          // address of a Row in mapped host memory that gets the result; 0: none
   uint64_t arrived;         // in a mirror: 1 once the result is complete
 };
-static_assert(sizeof(Row) == 128 && offsetof(Row, first_bad) == 48 && offsetof(Row, calls) == 56 &&
+constexpr int kResultWords = 13;  // of 8 bytes, up to where the fields for CUDA alone begin
+constexpr int kArrivedWord = 15;
+static_assert(sizeof(Row) == 128, "kernels, snapshots and nanscan/_row.py share this layout");
+#ifndef __CUDACC_RTC__  // which has no offsetof
+static_assert(offsetof(Row, first_bad) == 48 && offsetof(Row, calls) == 56 &&
                   offsetof(Row, pending) == 60 && offsetof(Row, sum) == 72 &&
-                  offsetof(Row, call_first_bad) == 104,
-              "kernels, snapshots and nanscan/_row.py share this layout");
+                  offsetof(Row, call_first_bad) == 8 * kResultWords &&
+                  offsetof(Row, arrived) == 8 * kArrivedWord,
+              "the same, field by field");
+#endif
 
 // Order-preserving map of float64 bits to unsigned; 0 for no finite value, nor ~0.
 constexpr uint64_t order_key(uint64_t float64_bits) {

@@ -1,8 +1,12 @@
 #include "table.h"
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
+#include <set>
 
 #include "cpu/scan.h"
+#include "gil.h"
 
 namespace nanscan {
 namespace {
@@ -24,16 +28,88 @@ uint64_t to_bits(double value) {
 // Scans with the GIL released when the tensor is large. The caller's reference keeps it alive.
 ScanTotals scan_host(const TensorView& view, bool moments) {
   if (view.elements * item_size(view.dtype) < cpu::kParallelBytes) return cpu::scan(view, moments);
-  ScanTotals totals;
-  Py_BEGIN_ALLOW_THREADS;
-  totals = cpu::scan(view, moments);
-  Py_END_ALLOW_THREADS;
-  return totals;
+  const ReleaseGil release;
+  return cpu::scan(view, moments);
 }
 
-Status view_host_tensor(PyObject* tensor, TensorView& view, LazyBits lazy_bits) {
-  const Status status = view_tensor(tensor, view, lazy_bits);
-  return status == kOk && view.device.type != dlpack::kCPU ? kOtherDevice : status;
+std::set<int>& refused_devices() {
+  static std::set<int> refused;
+  return refused;
+}
+
+bool describes(const Description& description, const TensorView& view) {
+  const size_t count = static_cast<size_t>(view.logical.count - (view.is_complex ? 1 : 0));
+  return description.dtype == view.dtype && description.is_complex == view.is_complex &&
+         description.shape.size() == count &&
+         std::equal(description.shape.begin(), description.shape.end(), view.logical.size);
+}
+
+bool is_notable(const Row& row, const Description* description) {
+  // min_key is a complement, and so ascends with the magnitude of negative values.
+  return row.ticket != 0 || (description && (row.max_key >= description->near_key ||
+                                             row.min_key >= description->near_key));
+}
+
+// A row that went bad, in the terms of its own device.
+struct Ticket {
+  uint32_t ticket;
+  int row;
+};
+
+// Tickets count on each device by itself. Gives rows of several devices one order: each device's
+// own, and between them the order in which the host first visited the rows.
+void number_tickets(std::vector<std::vector<Ticket>>& sources, const uint64_t* order, Row* rows) {
+  const auto has_some = [](const auto& source) { return !source.empty(); };
+  if (std::count_if(sources.begin(), sources.end(), has_some) < 2) return;
+  for (auto& source : sources)  // the last to be taken comes first
+    std::sort(source.begin(), source.end(),
+              [](const Ticket& a, const Ticket& b) { return a.ticket > b.ticket; });
+  for (uint32_t next = 1;; ++next) {
+    std::vector<Ticket>* earliest = nullptr;
+    for (auto& source : sources)
+      if (!source.empty() && (!earliest || order[source.back().row] < order[earliest->back().row]))
+        earliest = &source;
+    if (!earliest) return;
+    rows[earliest->back().row].ticket = next;
+    earliest->pop_back();
+  }
+}
+
+void merge_rows(const Row& from, Row& into) {
+  into.elements += from.elements;
+  into.nan += from.nan;
+  into.posinf += from.posinf;
+  into.neginf += from.neginf;
+  into.max_key = std::max(into.max_key, from.max_key);
+  into.min_key = std::max(into.min_key, from.min_key);
+  if (into.ticket == 0) {
+    into.first_bad = from.first_bad;
+    into.first_bad_call = from.first_bad_call;
+    into.ticket = from.ticket;
+  }
+  into.calls += from.calls;
+  into.sum += from.sum;
+  into.sumsq += from.sumsq;
+  into.zeros += from.zeros;
+  into.subnormals += from.subnormals;
+}
+
+// The stream of torch's operations of this thread.
+void* stream_of(const cuda::Device& device) {
+  void* stream = nullptr;
+  if (current_stream({dlpack::kCUDA, device.ordinal()}, stream)) return stream;
+  throw cuda::Error("nanscan: torch names no current stream of " + device.name());
+}
+
+// Runs f; the driver's errors become Python's.
+template <typename F>
+int guarded(F&& f) {
+  try {
+    return f();
+  } catch (const cuda::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return kFailed;
+  }
 }
 
 // The tensor's version counter, which every in-place operation raises; kNoVersion where there is
@@ -73,6 +149,17 @@ bool refers_to(PyObject* weakref, PyObject* object) {
 }
 
 }  // namespace
+
+Status view_scannable(PyObject* tensor, TensorView& view, LazyBits lazy_bits) {
+  const Status status = view_tensor(tensor, view, lazy_bits);
+  if (status != kOk || view.device.type == dlpack::kCPU) return status;
+  if (view.device.type != dlpack::kCUDA || refused_devices().count(view.device.id))
+    return kOtherDevice;
+  if (!cuda::Device::find(view.device.id)) return kUnprepared;
+  return cuda::is_aligned(view) ? kOk : kMisaligned;
+}
+
+void refuse_device(int ordinal) { refused_devices().insert(ordinal); }
 
 SeenTensors::Entry& SeenTensors::slot(PyObject* tensor) {
   // Objects lie 16 bytes apart at least; multiplying spreads what is left (Fibonacci hashing).
@@ -121,30 +208,73 @@ int Table::add_row() {
   return index;
 }
 
+DescriptionPtr Table::description_of(DType dtype, bool is_complex,
+                                     std::vector<int64_t> shape) const {
+  const double largest = with_format(dtype, [](auto format) {
+    using Format = decltype(format);
+    return from_bits(Format::float64_bits(Format::kMaxFinite));
+  });
+  return std::make_shared<const Description>(
+      Description{dtype, is_complex, std::move(shape), order_key(to_bits(near_limit_ * largest))});
+}
+
 void Table::describe(RowContext& context, const TensorView& view) const {
-  if (!context.described || context.dtype != view.dtype) {
-    const double largest = with_format(view.dtype, [](auto format) {
-      using Format = decltype(format);
-      return from_bits(Format::float64_bits(Format::kMaxFinite));
-    });
-    context.near_key = order_key(to_bits(near_limit_ * largest));
-  }
-  context.dtype = view.dtype;
-  context.is_complex = view.is_complex;
-  context.described = true;
+  if (context.description && describes(*context.description, view)) return;
+  const int64_t* sizes = view.logical.size;
   const int count = view.logical.count - (view.is_complex ? 1 : 0);
-  context.shape.assign(view.logical.size, view.logical.size + count);
+  context.description = description_of(view.dtype, view.is_complex, {sizes, sizes + count});
+}
+
+void Table::describe_on_device(RowContext& context, const TensorView& view) const {
+  if (context.device_calls > 0 && !describes(*context.description, view))
+    context.earlier.emplace_back(context.device_calls, context.description);
+  ++context.device_calls;
+  describe(context, view);
+}
+
+cuda::Rows& Table::device_rows(int ordinal) {
+  const auto index = static_cast<size_t>(ordinal);
+  if (index >= device_rows_.size()) device_rows_.resize(index + 1);
+  if (!device_rows_[index])
+    device_rows_[index] = std::make_unique<cuda::Rows>(*cuda::Device::find(ordinal));
+  return *device_rows_[index];
+}
+
+// What the host notes of a scan on a device, before its launch.
+void Table::note_device_scan(const TensorView& view, int index) {
+  describe_on_device(contexts_[index], view);
+  note_visit(index);
 }
 
 Status Table::scan(PyObject* tensor, int index) {
+  return static_cast<Status>(guarded([&] { return scan_or_throw(tensor, index); }));
+}
+
+Status Table::scan_or_throw(PyObject* tensor, int index) {
   TensorView view;
-  const Status status = view_host_tensor(tensor, view, LazyBits::kByStrides);
+  const Status status = view_scannable(tensor, view, LazyBits::kByStrides);
   if (status != kOk) return status;
+  if (view.device.type == dlpack::kCUDA) return scan_on_device(view, index);
   const ScanTotals totals = scan_host(view, /*moments=*/false);
   Row& target = row(index);
   if (target.ticket == 0) describe(contexts_[index], view);
   note_visit(index);
   merge_into(target, totals, last_ticket_, [&] { return cpu::first_nonfinite(view); });
+  return kOk;
+}
+
+Status Table::scan_on_device(const TensorView& view, int index) {
+  note_device_scan(view, index);
+  if (view.elements == 0) {  // nothing to launch, but a call
+    merge_into(row(index), ScanTotals{}, last_ticket_, [] { return uint64_t{0}; });
+    return kOk;
+  }
+  cuda::Rows& rows = device_rows(view.device.id);
+  void* const stream = stream_of(rows.device());
+  rows.use(stream);
+  Row* const target = rows.row(index);
+  const ReleaseGil release;
+  rows.device().scan(view, /*moments=*/false, target, rows.tickets(), stream);
   return kOk;
 }
 
@@ -160,7 +290,7 @@ int Table::visit(PyObject* tensor, int index) {
   }
   if (index < 0) {
     TensorView view;
-    const Status status = view_host_tensor(tensor, view, LazyBits::kByStrides);
+    const Status status = view_scannable(tensor, view, LazyBits::kByStrides);
     return status == kOk ? kNeedsRow : status;
   }
   const Status status = scan(tensor, index);
@@ -175,18 +305,101 @@ int Table::visit(PyObject* tensor, int index) {
   return index;
 }
 
-std::vector<int> Table::snapshot(Row* rows, uint64_t* order, bool reset) {
-  std::vector<int> notable;
+void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
+                      std::vector<std::pair<int, int>>& refused) {
+  constexpr size_t kAtOnce = cuda::kManyTensors;
+  std::vector<std::pair<TensorView, int>> waiting;  // of one device
+  const auto flush = [&] {
+    if (waiting.empty()) return;
+    cuda::Rows& rows = device_rows(waiting.front().first.device.id);
+    void* const stream = stream_of(rows.device());
+    rows.use(stream);
+    cuda::ManyScans many(rows.device(), /*moments=*/false, rows.tickets(), stream);
+    std::vector<Row*> targets;
+    for (const auto& [view, index] : waiting) targets.push_back(rows.row(index));
+    {
+      const ReleaseGil release;
+      for (size_t i = 0; i < waiting.size(); ++i) many.add(waiting[i].first, targets[i]);
+      many.flush();
+    }
+    waiting.clear();
+  };
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto [tensor, index] = tensors[i];
+    TensorView view;
+    Status status = view_scannable(tensor, view, LazyBits::kByStrides);
+    if (status == kOk && view.device.type == dlpack::kCUDA && view.elements > 0) {
+      if (waiting.size() == kAtOnce ||
+          (!waiting.empty() && waiting.front().first.device.id != view.device.id))
+        flush();
+      note_device_scan(view, index);
+      waiting.emplace_back(view, index);
+      continue;
+    }
+    if (status == kOk) status = scan_or_throw(tensor, index);
+    if (status != kOk) refused.emplace_back(static_cast<int>(i), status);
+  }
+  flush();
+}
+
+void Table::merge(int index, const Row& scan, DType dtype, bool is_complex,
+                  const std::vector<int64_t>& shape) {
+  Row& target = row(index);
+  if (target.ticket == 0) contexts_[index].description = description_of(dtype, is_complex, shape);
+  note_visit(index);
+  ScanTotals totals;
+  totals.elements = scan.elements;
+  totals.nan = scan.nan;
+  totals.posinf = scan.posinf;
+  totals.neginf = scan.neginf;
+  totals.max_key = scan.max_key;
+  totals.min_key = scan.min_key;
+  merge_into(target, totals, last_ticket_, [&] { return ~scan.first_bad; });
+}
+
+bool Table::can_snapshot() {
+  for (const auto& rows : device_rows_) {
+    if (rows && rows->note_capture(stream_of(rows->device()))) return false;
+  }
+  return true;
+}
+
+bool Table::captured() const {
+  return std::any_of(device_rows_.begin(), device_rows_.end(),
+                     [](const auto& rows) { return rows && rows->captured(); });
+}
+
+std::unique_ptr<Arrival> Table::send(bool reset) {
+  auto arrival = std::make_unique<Arrival>();
+  for (const auto& rows : device_rows_) {
+    if (rows) arrival->copies_.push_back(rows->copy(size(), reset, stream_of(rows->device())));
+  }
+  if (arrival->copies_.empty()) return nullptr;
+  const bool graphs = captured();
+  for (int i = 0; i < size(); ++i) {
+    RowContext& context = contexts_[i];
+    arrival->descriptions_.push_back(context.description);
+    if (!context.earlier.empty()) arrival->earlier_[i] = context.earlier;
+    if (graphs) arrival->graph_order_.push_back(context.latest_order);
+    if (!reset) continue;
+    context.device_calls = 0;
+    context.earlier.clear();
+  }
+  return arrival;
+}
+
+std::unique_ptr<Arrival> Table::snapshot(Row* rows, uint64_t* order, bool reset,
+                                         std::vector<int>& notable) {
+  std::unique_ptr<Arrival> arrival = send(reset);
   for (int i = 0; i < size(); ++i) {
     Row& source = row(i);
     RowContext& context = contexts_[i];
-    // min_key is a complement, and so ascends with the magnitude of negative values.
-    if (source.ticket != 0 || source.max_key >= context.near_key ||
-        source.min_key >= context.near_key)
-      notable.push_back(i);
+    if (is_notable(source, context.description.get())) notable.push_back(i);
     rows[i] = source;
     order[i] = context.order;
-    if (context.order == 0 || !reset) continue;
+    if (context.order == 0) continue;
+    context.latest_order = context.order;
+    if (!reset) continue;
     source = Row{};
     context.order = 0;
   }
@@ -194,16 +407,50 @@ std::vector<int> Table::snapshot(Row* rows, uint64_t* order, bool reset) {
     visits_ = 0;
     seen_.clear();
   }
+  return arrival;
+}
+
+bool Arrival::ready() {
+  return std::all_of(copies_.begin(), copies_.end(), [](auto& copy) { return copy->ready(); });
+}
+
+void Arrival::wait() {
+  for (auto& copy : copies_) copy->wait();
+}
+
+std::vector<int> Arrival::merge_into(Row* rows, uint64_t* order) {
+  std::vector<std::vector<Ticket>> sources(1);  // by device, the host's first
+  for (int i = 0; i < size(); ++i)
+    if (rows[i].ticket != 0) sources[0].push_back({rows[i].ticket, i});
+  for (const auto& copy : copies_) {
+    sources.emplace_back();
+    for (int i = 0; i < size(); ++i) {
+      const Row& arrived = copy->rows()[i];
+      if (arrived.calls == 0) continue;
+      if (order[i] == 0 && !graph_order_.empty()) order[i] = graph_order_[i];
+      if (arrived.ticket != 0 && rows[i].ticket == 0) {
+        sources.back().push_back({arrived.ticket, i});
+        const auto found = earlier_.find(i);
+        if (found != earlier_.end())
+          for (const auto& [last_call, description] : found->second)
+            if (arrived.first_bad_call <= last_call) {
+              descriptions_[i] = description;
+              break;
+            }
+      }
+      merge_rows(arrived, rows[i]);
+    }
+  }
+  number_tickets(sources, order, rows);
+  std::vector<int> notable;
+  for (int i = 0; i < size(); ++i)
+    if (is_notable(rows[i], descriptions_[i].get())) notable.push_back(i);
   return notable;
 }
 
-Status scan_once(PyObject* tensor, bool moments, Row& row) {
-  TensorView view;
-  const Status status = view_host_tensor(tensor, view, LazyBits::kAlwaysAsk);
-  if (status != kOk) return status;
+void scan_once(const TensorView& view, bool moments, Row& row) {
   uint32_t ticket = 0;
   merge_into(row, scan_host(view, moments), ticket, [&] { return cpu::first_nonfinite(view); });
-  return kOk;
 }
 
 }  // namespace nanscan

@@ -1,28 +1,43 @@
-// The rows of one device, and what the host knows of each: fixed addresses, reset once a step.
+// The rows of the sites, and what the host knows of each: fixed addresses, reset once a step. A row
+// has memory on the host and on each CUDA device that scanned into any; a snapshot merges them.
 //
-// Contract: every member needs the GIL. A row never moves; the table grows by chunks.
+// Contract: every member needs the GIL. A row never moves; the table grows by chunks. Where the
+// CUDA driver refuses, `scan` and `visit` return kFailed, all others throw cuda::Error.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
 #include <memory>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "cuda/rows.h"
 #include "row.h"
 #include "tensor_view.h"
 
 namespace nanscan {
 
-// What the host alone can know of a row's scans. Of the first bad call since the last reset, if
-// there was one, else of the latest.
-struct RowContext {
+// What a row's numbers are of.
+struct Description {
   DType dtype = DType::kFloat32;
   bool is_complex = false;
-  bool described = false;
   std::vector<int64_t> shape;        // of the tensor as the user sees it
   uint64_t near_key = ~uint64_t{0};  // order key from which a magnitude is near the dtype's limit
-  uint64_t order = 0;  // position among this step's first visits, from 1; 0: not visited
+};
+using DescriptionPtr = std::shared_ptr<const Description>;
+
+// What the host alone can know of a row's scans.
+struct RowContext {
+  // Of the latest scan; on the CPU, of the first bad one since the last reset, if there was one.
+  DescriptionPtr description;
+  // Scans on a device since the last reset: a bad one is known only later. So what the first ones
+  // were of, where that changed: up to which call.
+  uint32_t device_calls = 0;
+  std::vector<std::pair<uint32_t, DescriptionPtr>> earlier;
+  uint64_t order = 0;         // position among this step's first visits, from 1; 0: not visited
+  uint64_t latest_order = 0;  // the same in the last step that had one: what a CUDA graph repeats
 };
 
 // Tensors that were visited since the last snapshot, by identity. Holds weak references, so nothing
@@ -54,6 +69,27 @@ class SeenTensors {
   size_t used_ = 0;
 };
 
+// The rows of one step that are on their way from devices.
+class Arrival {
+ public:
+  bool ready();  // never blocks
+  void wait();
+
+  // Merges what arrived into the rows of the same snapshot. Returns the rows that are non-finite or
+  // near their limit.
+  std::vector<int> merge_into(Row* rows, uint64_t* order);
+  const Description* describe(int row) const { return descriptions_[row].get(); }
+  int size() const { return static_cast<int>(descriptions_.size()); }
+
+ private:
+  friend class Table;
+
+  std::vector<std::unique_ptr<cuda::Copy>> copies_;
+  std::vector<DescriptionPtr> descriptions_;
+  std::unordered_map<int, std::vector<std::pair<uint32_t, DescriptionPtr>>> earlier_;
+  std::vector<uint64_t> graph_order_;  // empty: no CUDA graph writes into these rows
+};
+
 class Table {
  public:
   // near_limit: share of a dtype's largest value from which a finite value makes a row notable.
@@ -74,9 +110,28 @@ class Table {
   // row that holds its values, or a negative Status. `row` may be -1: then only look.
   int visit(PyObject* tensor, int row);
 
+  // Scans each tensor into its row, with few launches a device. `refused` gets what was not
+  // scanned.
+  void scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
+                 std::vector<std::pair<int, int>>& refused);
+
+  // Whether a step can be ended here: not while a CUDA graph records this thread's stream.
+  bool can_snapshot();
+
+  bool on_device() const { return !device_rows_.empty(); }
+
+  // Whether CUDA graphs may write into rows at any time.
+  bool captured() const;
+
   // Copies rows [0, size) and their order to host memory; with `reset` it then resets both and
-  // forgets what was seen. Returns the rows that are non-finite or near their limit: mostly none.
-  std::vector<int> snapshot(Row* rows, uint64_t* order, bool reset);
+  // forgets what was seen. Sets `notable` to the rows that are non-finite or near their limit:
+  // mostly none. Rows of devices follow with the Arrival; null where there are none.
+  std::unique_ptr<Arrival> snapshot(Row* rows, uint64_t* order, bool reset,
+                                    std::vector<int>& notable);
+
+  // Merges a scan made elsewhere, of a tensor whose device has no kernels.
+  void merge(int index, const Row& scan, DType dtype, bool is_complex,
+             const std::vector<int64_t>& shape);
 
  private:
   static constexpr int kRowsPerChunk = 512;
@@ -86,10 +141,18 @@ class Table {
     if (contexts_[index].order == 0) contexts_[index].order = ++visits_;
   }
 
+  DescriptionPtr description_of(DType dtype, bool is_complex, std::vector<int64_t> shape) const;
   void describe(RowContext& context, const TensorView& view) const;
+  void describe_on_device(RowContext& context, const TensorView& view) const;
+  cuda::Rows& device_rows(int ordinal);
+  void note_device_scan(const TensorView& view, int index);
+  Status scan_or_throw(PyObject* tensor, int index);
+  Status scan_on_device(const TensorView& view, int index);
+  std::unique_ptr<Arrival> send(bool reset);
 
   const double near_limit_;
   std::vector<std::unique_ptr<Row[]>> chunks_;
+  std::vector<std::unique_ptr<cuda::Rows>> device_rows_;  // by ordinal; null where none was needed
   std::vector<RowContext> contexts_;
   SeenTensors seen_;
   uint64_t visits_ = 0;
@@ -97,7 +160,13 @@ class Table {
   bool expect_inference_ = false;
 };
 
-// One scan outside of any table, for nanscan.check.
-Status scan_once(PyObject* tensor, bool moments, Row& row);
+// Fills a view that can be scanned: of host memory, or of a device whose kernels are loaded.
+Status view_scannable(PyObject* tensor, TensorView& view, LazyBits lazy_bits);
+
+// Says that a CUDA device has no kernels and never will: its tensors are kOtherDevice from now on.
+void refuse_device(int ordinal);
+
+// One scan of host memory outside of any table, for nanscan.check.
+void scan_once(const TensorView& view, bool moments, Row& row);
 
 }  // namespace nanscan

@@ -49,6 +49,31 @@ bool call_bool(PyObject* object, PyObject* method) {
   return truth;
 }
 
+// Dimensions in the order of memory, slowest first, without those of size 1 or stride 0.
+struct SortedDims {
+  int count = 0;
+  int dim[kMaxDims];
+  uint64_t repeat = 1;  // by stride-0 dimensions
+  bool expanded = false, permuted = false;
+};
+
+void sort_dims(const TensorView& view, SortedDims& sorted) {
+  const Dims& logical = view.logical;
+  for (int i = 0; i < logical.count; ++i) {
+    if (logical.size[i] == 1) continue;
+    if (logical.stride[i] == 0) {
+      sorted.repeat *= static_cast<uint64_t>(logical.size[i]);
+      sorted.expanded = true;
+      continue;
+    }
+    int j = sorted.count++;  // insertion sort: few dimensions, mostly in order
+    for (; j > 0 && logical.stride[sorted.dim[j - 1]] < logical.stride[i]; --j)
+      sorted.dim[j] = sorted.dim[j - 1];
+    sorted.permuted |= j != sorted.count - 1;
+    sorted.dim[j] = i;
+  }
+}
+
 }  // namespace
 
 bool initialize_torch(PyObject* tensor, PyObject* parameter, PyObject* capsule) {
@@ -120,53 +145,63 @@ Status view_tensor(PyObject* object, TensorView& view, LazyBits lazy_bits) {
 }
 
 void plan_layout(const TensorView& view, MemoryLayout& layout) {
-  const Dims& logical = view.logical;
+  SortedDims sorted;
+  sort_dims(view, sorted);
   Dims& dims = layout.outer;
-  bool expanded = false;
-  dims.count = 0;
-  for (int i = 0; i < logical.count; ++i) {
-    if (logical.size[i] == 1) continue;
-    if (logical.stride[i] == 0) {
-      layout.repeat *= static_cast<uint64_t>(logical.size[i]);
-      expanded = true;
-      continue;
-    }
-    dims.size[dims.count] = logical.size[i];
-    dims.stride[dims.count] = logical.stride[i];
-    ++dims.count;
-  }
-  bool permuted = false;
-  for (int i = 1; i < dims.count; ++i) {  // insertion sort: few dimensions, mostly in order
-    const int64_t size = dims.size[i], stride = dims.stride[i];
-    int j = i;
-    for (; j > 0 && dims.stride[j - 1] < stride; --j) {
-      dims.size[j] = dims.size[j - 1];
-      dims.stride[j] = dims.stride[j - 1];
-    }
-    permuted |= j != i;
-    dims.size[j] = size;
-    dims.stride[j] = stride;
-  }
-  int last = 0;
-  for (int i = 1; i < dims.count; ++i) {
-    if (dims.stride[last] == dims.stride[i] * dims.size[i]) {
-      dims.size[last] *= dims.size[i];
-      dims.stride[last] = dims.stride[i];
+  layout.repeat = sorted.repeat;
+  int last = -1;
+  for (int i = 0; i < sorted.count; ++i) {
+    const int64_t size = view.logical.size[sorted.dim[i]],
+                  stride = view.logical.stride[sorted.dim[i]];
+    if (last >= 0 && dims.stride[last] == stride * size) {
+      dims.size[last] *= size;
     } else {
-      ++last;
-      dims.size[last] = dims.size[i];
-      dims.stride[last] = dims.stride[i];
+      dims.size[++last] = size;
     }
+    dims.stride[last] = stride;
   }
-  if (dims.count > 0) {
+  dims.count = 0;
+  if (last >= 0) {
     dims.count = last;  // the innermost dimension becomes the run
     layout.run = dims.size[last];
     layout.run_stride = dims.stride[last];
     layout.stored = static_cast<uint64_t>(layout.run);
     for (int i = 0; i < last; ++i) layout.stored *= static_cast<uint64_t>(dims.size[i]);
   }
-  layout.row_major_flat =
-      !expanded && !permuted && dims.count == 0 && (layout.run_stride == 1 || layout.run == 1);
+  layout.row_major_flat = !sorted.expanded && !sorted.permuted && dims.count == 0 &&
+                          (layout.run_stride == 1 || layout.run == 1);
+}
+
+void plan_index(const TensorView& view, IndexPlan& plan) {
+  const Dims& logical = view.logical;
+  SortedDims sorted;
+  sort_dims(view, sorted);
+  uint64_t weight[kMaxDims];
+  uint64_t product = 1;
+  for (int d = logical.count - 1; d >= 0; --d) {
+    weight[d] = product;
+    product *= static_cast<uint64_t>(logical.size[d]);
+  }
+  int last = -1;
+  for (int i = 0; i < sorted.count; ++i) {
+    const int d = sorted.dim[i];
+    const auto size = static_cast<uint64_t>(logical.size[d]);
+    if (last >= 0 && plan.weight[last] == weight[d] * size) {
+      plan.size[last] *= size;
+    } else {
+      plan.size[++last] = size;
+    }
+    plan.weight[last] = weight[d];
+  }
+  plan.count = last == 0 && plan.weight[0] == 1 ? 0 : last + 1;
+}
+
+bool current_stream(const dlpack::Device& device, void*& stream) {
+  if (exchange->current_work_stream &&
+      exchange->current_work_stream(device.type, device.id, &stream) == 0)
+    return true;
+  PyErr_Clear();
+  return false;
 }
 
 }  // namespace nanscan

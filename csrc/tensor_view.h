@@ -19,9 +19,12 @@ enum Status : int {
   kNotFloat = -3,   // integers, booleans: nothing to scan
   kBadFormat = -4,  // a floating format without a kernel
   kOtherDevice = -5,
-  kNoData = -6,   // elements, but a null pointer: freed storage, a fake or wrapper tensor
-  kNoView = -7,   // torch refused a view: sparse, meta, quantised, functorch, ...; or > 64 dims
-  kLazyBit = -8,  // negative or conjugate bit set
+  kNoData = -6,       // elements, but a null pointer: freed storage, a fake or wrapper tensor
+  kNoView = -7,       // torch refused a view: sparse, meta, quantised, functorch, ...; or > 64 dims
+  kLazyBit = -8,      // negative or conjugate bit set
+  kUnprepared = -9,   // on a CUDA device whose kernels are not loaded
+  kMisaligned = -10,  // on a CUDA device, at an address that is no multiple of the element's size
+  kFailed = -11,      // the CUDA driver refused; a Python error is set
 };
 
 constexpr int kMaxDims = 65;  // 64, and one more for complex tensors; torch's own limit is higher
@@ -53,6 +56,14 @@ struct MemoryLayout {
   bool row_major_flat = false;  // memory order is logical order, and flat
 };
 
+// From walk order (memory order, as `plan_layout` walks) to row-major order: a place, split by
+// `size`, slowest first, has the sum of its parts' `weight` as row-major index.
+struct IndexPlan {
+  int count = 0;  // 0: both orders are the same
+  uint64_t size[kMaxDims];
+  uint64_t weight[kMaxDims];
+};
+
 // Makes torch's types and exchange table known. Once, before any other call; raises on mismatch.
 bool initialize_torch(PyObject* tensor_type, PyObject* parameter_type, PyObject* exchange_capsule);
 
@@ -65,5 +76,11 @@ Status view_tensor(PyObject* object, TensorView& view, LazyBits lazy_bits);
 
 // Sorts, drops and coalesces dimensions, so that dense tensors in any dimension order become flat.
 void plan_layout(const TensorView& view, MemoryLayout& layout);
+
+// Where in row-major order the elements are that `plan_layout` walks over.
+void plan_index(const TensorView& view, IndexPlan& plan);
+
+// The stream that torch's operations of this thread go to. False where torch knows none.
+bool current_stream(const dlpack::Device& device, void*& stream);
 
 }  // namespace nanscan

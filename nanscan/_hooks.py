@@ -31,9 +31,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from nanscan import _C
+from nanscan import _C, _reference
+from nanscan._scan import prepare, scan_anywhere
 from nanscan._sites import ModulePlace, Node, ParameterPlace, Registry
-from nanscan._table import Table
+from nanscan._table import Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason
 
 _RAISED = object()
@@ -55,7 +56,7 @@ class Hooks:
         registry: names of modules and parameters.
         table: where scans go.
         kinds: what to scan.
-        on_sweep: called after the parameters of a model were scanned, before it first runs.
+        on_sweep: called with scans of the parameters of a model, before it first runs.
         on_forward: called after an outermost module call, with its place.
         on_step: called after an optimizer step, with the optimizer.
     """
@@ -66,7 +67,7 @@ class Hooks:
         table: Table,
         kinds: frozenset[str],
         *,
-        on_sweep: Callable[[], None],
+        on_sweep: Callable[[Scans], None],
         on_forward: Callable[[ModulePlace], None],
         on_step: Callable[[Optimizer], None],
     ) -> None:
@@ -200,8 +201,7 @@ class Hooks:
             outermost = outermost.parent
         if not outermost.swept and "param" in self._kinds:
             outermost.swept = True
-            if self._sweep_parameters(outermost):
-                self._on_sweep()
+            self._sweep_parameters(outermost)
 
     def new_input(self, place: ModulePlace, index: int, x: Any, row: int) -> int:
         """An argument from a new source, or not a plain tensor. Returns its own row or -1."""
@@ -226,25 +226,29 @@ class Hooks:
         """An outermost module returned."""
         self._on_forward(place)
 
-    def _sweep_parameters(self, outermost: ModulePlace) -> bool:
-        """Gives the parameters of a model their rows; whether there is anything bad in them now."""
-        found = False
+    def _sweep_parameters(self, outermost: ModulePlace) -> None:
+        """Gives the parameters of a model their rows, and scans what they hold now.
+
+        Not into those rows: they are for what the optimizer's step leaves behind.
+        """
+        swept: list[tuple[torch.Tensor, Node]] = []
         for module, owner in self._registry.modules():
             if owner.is_inside(outermost):
                 for parameter in module.parameters(recurse=False):
                     known = self._registry.parameter(parameter, "")
                     if known is not None and known.param.row < 0:
                         self._table.add(known.param)
-                        found |= self._scan_if_bad(parameter, known.param)
-        return found
-
-    def _scan_if_bad(self, tensor: torch.Tensor, node: Node) -> bool:
-        """Leaves the row alone where all is well, so that it is the optimizer step's alone."""
-        row = _C.scan_once(tensor, False)
-        if isinstance(row, bytes) and not self._table.is_notable(row, tensor.dtype):
-            return False
-        self._scan_all([(tensor, node)])
-        return isinstance(row, bytes)
+                        swept.append((parameter, known.param))
+        scans: Scans = []
+        rows = _C.scan_once_many([parameter for parameter, _ in swept], False)
+        for (tensor, node), scanned in zip(swept, rows, strict=True):
+            row = scan_anywhere(tensor) if isinstance(scanned, int) else scanned
+            if isinstance(row, int):
+                self._scan_unusual(tensor, node, row)
+            else:
+                scans.append((node, row, _C.describe(tensor) or ("float32", ())))
+        if scans:
+            self._on_sweep(scans)
 
     def _visit_one(self, x: Any, node: Node, around: tuple[int, ...] = ()) -> None:
         row = self._visit(x, node.row)
@@ -256,13 +260,16 @@ class Hooks:
     def _visit_other(self, x: Any, node: Node, status: int, around: tuple[int, ...] = ()) -> None:
         """Everything but a plain tensor that already has its row; `around`: containers, by id."""
         if isinstance(x, torch.Tensor):
+            if status == _C.UNPREPARED:
+                prepare(x)
+                status = self._visit(x, node.row)
             if status == _NEEDS_ROW:
                 if node.row < 0:
                     self._table.add(node)
                     node.computed = _has_history(x)
                 node.skipped = ""
-                self._visit(x, node.row)
-            else:
+                status = self._visit(x, node.row)
+            if status < 0:
                 self._scan_unusual(x, node, status)
         elif len(around) < _MAX_DEPTH and not isinstance(x, _NOTHING) and id(x) not in around:
             try:
@@ -280,26 +287,39 @@ class Hooks:
         refused = self._table.scan_many(
             [tensor for tensor, _ in pairs], [node.row for _, node in pairs]
         )
+        again: list[tuple[torch.Tensor, Node]] = []
         for position, status in refused:
-            if status != _NOT_FLOAT:
-                self._scan_unusual(*pairs[position], status)
+            tensor, node = pairs[position]
+            if status == _C.UNPREPARED and prepare(tensor):
+                again.append((tensor, node))
+            elif status != _NOT_FLOAT:
+                self._scan_unusual(tensor, node, status)
+        if again:
+            self._scan_all(again)
 
     def _scan_unusual(self, x: torch.Tensor, node: Node, status: int) -> None:
         """A subclass, a sparse tensor, a lazily negated view, ...: unwraps it or notes why not."""
         try:
-            if status in (_C.OTHER_DEVICE, _C.BAD_FORMAT, _C.NO_DATA):
+            if status in (_C.BAD_FORMAT, _C.NO_DATA):
                 raise Unscannable(reason(x, status))  # noqa: TRY301
             for attribute, plain in plain_parts(x):
-                part = node.child(attribute) if attribute else node
-                if part.row < 0:
-                    self._table.add(part)
-                status = self._table.scan(plain, part.row)
-                part.skipped = "" if status == 0 else reason(plain, status)
-                node.add_source(part.row)
+                self._scan_part(plain, node.child(attribute) if attribute else node, node)
         except Unscannable as why:
             node.skipped = str(why)
         except Exception as error:  # noqa: BLE001 - a tensor subclass may raise anything
             node.skipped = f"reading it raised {type(error).__name__}: {error}"
+
+    def _scan_part(self, plain: torch.Tensor, part: Node, whole: Node) -> None:
+        if part.row < 0:
+            self._table.add(part)
+        status = self._table.scan(plain, part.row)
+        if status == _C.UNPREPARED and prepare(plain):
+            status = self._table.scan(plain, part.row)
+        if status in (_C.UNPREPARED, _C.OTHER_DEVICE, _C.MISALIGNED):
+            self._table.merge(part.row, plain, _reference.scan(plain))
+            status = 0
+        part.skipped = "" if status == 0 else reason(plain, status)
+        whole.add_source(part.row)
 
     # -- optimizer steps -------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanscan._row import Rows, absmax
+from nanscan._row import absmax
 from nanscan._scan import ScanResult
 from nanscan._sites import ModulePlace, Node, ParameterPlace, Site
 from nanscan._table import Snapshot, Table
@@ -127,13 +127,8 @@ class Judge:
         """Whether something was bad in the last step, or a parameter still is."""
         return bool(self._reported)
 
-    def judge(self, snapshot: Snapshot, *, untrained: bool = False) -> list[Judged]:
-        """What is new in a step, in the order in which it happened.
-
-        Args:
-            snapshot: the step's rows.
-            untrained: they are parameters scanned before their model first ran.
-        """
+    def judge(self, snapshot: Snapshot) -> list[Judged]:
+        """What is new in a step, in the order in which it happened."""
         if not (snapshot.notable or self._reported or self._near):
             return []
         step = _Step(self, snapshot)
@@ -141,7 +136,7 @@ class Judge:
         bad = step.bad_rows()
         for row in bad:
             if row not in self._reported:
-                news.append(step.finding(row, untrained=untrained))
+                news.append(step.finding(row))
                 self._reported.add(row)
             step.note(row)
         self._update_parameters(snapshot)
@@ -155,14 +150,14 @@ class Judge:
     # -- near the limit --------------------------------------------------------------------------
 
     def _newly_near(self, snapshot: Snapshot) -> list[int]:
-        near = {row for row in snapshot.notable if self._is_near(row, snapshot.rows)}
+        near = {row for row in snapshot.notable if self._is_near(row, snapshot)}
         new = sorted(near - self._near)
         unseen = {row for row in self._near if not snapshot.rows[row]["calls"]}
         self._near = near | unseen
         return new
 
-    def _is_near(self, row: int, rows: Rows) -> bool:
-        magnitude, limit = absmax(rows[row : row + 1])[0], self._table.limit(row)
+    def _is_near(self, row: int, snapshot: Snapshot) -> bool:
+        magnitude, limit = absmax(snapshot.rows[row : row + 1])[0], snapshot.limit(row)
         if self._table.nodes[row].kind == "input" and magnitude == limit:
             return False  # an additive mask is filled with torch.finfo(dtype).min itself
         return bool(magnitude >= self._near_limit * limit)
@@ -174,7 +169,7 @@ class Judge:
             del self._bad_parameters[row]
         for row in snapshot.notable:
             if snapshot.rows[row]["ticket"] and self._table.nodes[row].kind == "param":
-                self._bad_parameters[row] = self._table.result(row, snapshot.rows[row])
+                self._bad_parameters[row] = snapshot.result(row)
 
 
 class _Step:
@@ -219,15 +214,15 @@ class _Step:
         record = self._rows[row]
         if self._table.nodes[row].kind != "input" or record["nan"] or record["posinf"]:
             return False
-        return not self._judge._is_near(row, self._rows)  # noqa: SLF001
+        return not self._judge._is_near(row, self._snapshot)  # noqa: SLF001
 
     # -- findings ----------------------------------------------------------------------------------
 
-    def finding(self, row: int, *, untrained: bool) -> Judged:
+    def finding(self, row: int) -> Judged:
         """Verdict and surroundings of a bad row."""
         node = self._table.nodes[row]
         judged = self.describe(row, "origin")
-        if untrained and node.kind == "param":
+        if self._snapshot.untrained:
             judged.untrained = True
             judged.finding.how = "it was so before its model first ran"
             return judged
@@ -311,15 +306,17 @@ class _Step:
         ]
 
     def _stats(self, row: int) -> ScanResult:
-        return self._table.result(row, self._rows[row])
+        return self._snapshot.result(row)
 
     def _seen(self, rows: Iterable[int]) -> list[Seen]:
         known = self._judge._bad_parameters  # noqa: SLF001
         return [
             (
                 self._table.nodes[row].site,
-                self._stats(row) if self._rows[row]["calls"] else known[row],
+                self._stats(row)
+                if row < len(self._rows) and self._rows[row]["calls"]
+                else known[row],
             )
             for row in rows
-            if self._rows[row]["calls"] or row in known
+            if row in known or (row < len(self._rows) and self._rows[row]["calls"])
         ]

@@ -27,7 +27,7 @@ from nanscan._hooks import Hooks, moments
 from nanscan._judge import Finding, Judge, Judged
 from nanscan._scan import check
 from nanscan._sites import KINDS, Kind, ModulePlace, ParameterPlace, Registry, Site
-from nanscan._table import Table
+from nanscan._table import Scans, Snapshot, Sweep, Table
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
 
@@ -72,6 +72,7 @@ class Monitor:
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
+        self._pending: deque[Snapshot | Sweep] = deque()  # oldest first; they arrive in order
         self._judged_ticket = 0
         # Outermost modules whose forward with gradients ended since the last step did.
         self._ended: set[ModulePlace] = set()
@@ -150,11 +151,19 @@ class Monitor:
     def poll(self) -> list[Finding]:
         """Findings that are new since the last call, oldest first. Never blocks.
 
-        Rows of CPU tensors arrive, and are judged, when their step ends.
+        Rows of CPU tensors are judged when their step ends; those of CUDA tensors once they arrived
+        on the host: here, or when a later step ends.
+
+        Raises:
+            NonFiniteError: under the action "raise", when something bad has just arrived.
         """
+        self._judge_arrived()
         new = self._found - self._polled
         self._polled = self._found
-        return list(self._findings)[len(self._findings) - min(new, len(self._findings)) :]
+        return self._latest(new)
+
+    def _latest(self, count: int) -> list[Finding]:
+        return list(self._findings)[max(len(self._findings) - count, 0) :]
 
     def flush(self) -> list[Finding]:
         """Judges everything scanned so far, the unfinished step included, and acts on it.
@@ -167,7 +176,11 @@ class Monitor:
 
         Synchronization: waits for the scans.
         """
-        return self._look()
+        with self._lock:
+            before = self._found
+            self._look()
+            self._judge_arrived(wait=True)
+            return self._latest(self._found - before)
 
     def pause(self) -> None:
         """Removes all hooks; `resume` puts them back."""
@@ -188,12 +201,19 @@ class Monitor:
         """Judges what is left and never raises on its account: a crash is often the NaN's doing."""
         if self._action == "raise":
             self._action = "warn"
-        self.flush()
+        try:
+            self.flush()
+        except RuntimeError:  # of the CUDA driver; what failed there is known already
+            _logger.exception("nanscan: the last step could not be read")
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def _parameters_swept(self) -> None:
-        self._look(untrained=True)
+    def _parameters_swept(self, scans: Scans) -> None:
+        with self._lock:
+            if self._may_be_bad():
+                self._look()  # what other models did before comes first
+            self._pending.append(Sweep(self._step, scans))
+            self._judge_arrived()
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         self._waits_for_optimizer = True
@@ -209,30 +229,51 @@ class Monitor:
             self._end_step(None)
         elif torch.is_grad_enabled():
             # Its last call led to no optimizer step: accumulation, or a GradScaler skipped it.
-            if place in self._ended and self._table.last_ticket != self._judged_ticket:
+            if place in self._ended and self._may_be_bad():
                 self._look()
             self._ended.add(place)
         else:  # validation, which starts afresh, or a teacher amid a step, which must not split it
             self._look(reset=not self._ended)
 
+    def _may_be_bad(self) -> bool:
+        """Whether a row went bad since the last judgement, as far as the host can know."""
+        return self._table.on_device or self._table.last_ticket != self._judged_ticket
+
     def _end_step(self, optimizer: Optimizer | None) -> None:
         with self._lock:
-            snapshot = self._table.take(self._step, keep=True) if self._table.visits else None
+            if self._table.has_news:
+                snapshot = self._table.take(self._step, keep=True)
+                if snapshot is None:  # a CUDA graph is being recorded: its replays are the steps
+                    return
+                self._pending.append(snapshot)
             self._step += 1
             self._ended.clear()
-            if snapshot is not None:
-                self._conclude(self._judge.judge(snapshot), optimizer)
+            self._judge_arrived(optimizer)
 
-    def _look(self, *, reset: bool = False, untrained: bool = False) -> list[Finding]:
+    def _look(self, *, reset: bool = False) -> None:
         """Judges a step so far and, unless `reset`, lets it go on in one piece."""
         with self._lock:
-            if not self._table.visits:
-                return []
-            snapshot = self._table.take(self._step, keep=False, reset=reset)
-            return self._conclude(self._judge.judge(snapshot, untrained=untrained), None)
+            if self._table.has_news:
+                snapshot = self._table.take(self._step, keep=False, reset=reset)
+                if snapshot is not None:
+                    self._pending.append(snapshot)
+            self._judge_arrived()
 
-    def _conclude(self, judged: list[Judged], optimizer: Optimizer | None) -> list[Finding]:
-        """Diagnoses, keeps and acts on what was judged."""
+    def _judge_arrived(self, optimizer: Optimizer | None = None, *, wait: bool = False) -> None:
+        """Judges, diagnoses, keeps and acts on what arrived on the host.
+
+        Args:
+            optimizer: whose step has just ended.
+            wait: for all that is on its way.
+        """
+        with self._lock:
+            while self._pending and (wait or self._pending[0].ready()):
+                snapshot = self._table.complete(self._pending.popleft())
+                # What an optimizer holds now explains the step that it has just made, no other.
+                current = optimizer if snapshot.whole and not self._pending else None
+                self._conclude(self._judge.judge(snapshot), current)
+
+    def _conclude(self, judged: list[Judged], optimizer: Optimizer | None) -> None:
         self._judged_ticket = self._table.last_ticket
         for number, item in enumerate(judged):
             facts = self._optimizer_facts(item, optimizer) if number < _MAX_EXPLAINED else None
@@ -241,7 +282,6 @@ class Monitor:
         self._findings.extend(new)
         self._found += len(new)
         self._act(new)
-        return new
 
     def _optimizer_facts(
         self, judged: Judged, optimizer: Optimizer | None

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nanscan import _C, _reference
+from nanscan import _C, _cuda, _reference
 from nanscan._errors import NonFiniteError
 from nanscan._row import Rows
 from nanscan._tensors import DTYPES, Unscannable, plain_parts, reason
+
+Record = bytes | np.void | Rows  # of one row
 
 _FIELDS = struct.Struct("<7Q4I2d2Q24x")
 _SIGN = 1 << 63
@@ -44,8 +46,8 @@ class ScanResult:
         neginf_count: elements that are -Inf.
         calls: scans merged into this result.
 
-    Synchronization: none until a value is read; then it waits for the scan. On the CPU the scan is
-        done when `check` returns.
+    Synchronization: none until a value is read; then it waits for the scan, and so for what was
+        sent to its CUDA stream before. On the CPU the scan is done when `check` returns.
     """
 
     numel: int
@@ -59,6 +61,8 @@ class ScanResult:
         "_max_key",
         "_min_key",
         "_moments",
+        "_pending",
+        "_with_moments",
         "calls",
         "dtype",
         "nan_count",
@@ -70,12 +74,31 @@ class ScanResult:
 
     def __init__(
         self,
-        row: bytes | np.void | Rows,
+        row: Record | _C.PendingScan,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *,
         moments: bool = False,
     ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._with_moments = moments
+        self._pending: _C.PendingScan | None = None
+        if isinstance(row, _C.PendingScan):
+            self._pending = row
+        else:
+            self._read(row)
+
+    def __getattr__(self, name: str) -> Any:
+        """The first value that is read waits for the scan."""
+        if name in ScanResult.__annotations__ or name in self.__slots__[:4]:
+            pending = object.__getattribute__(self, "_pending")
+            if pending is not None:
+                self._read(pending.wait())
+                self._pending = None
+        return object.__getattribute__(self, name)  # or raises what it raised before
+
+    def _read(self, row: Record) -> None:
         (
             self.numel,
             self.nan_count,
@@ -91,10 +114,8 @@ class ScanResult:
             zeros,
             subnormals,
         ) = _FIELDS.unpack(row if isinstance(row, bytes) else row.tobytes())
-        self.shape = shape
-        self.dtype = dtype
         self._moments: tuple[float, float, int, int] | None = (
-            (total, squares, zeros, subnormals) if moments else None
+            (total, squares, zeros, subnormals) if self._with_moments else None
         )
 
     @property
@@ -186,7 +207,7 @@ class ScanResult:
 
     def ready(self) -> bool:
         """Whether reading a value would not block. Synchronization: none."""
-        return True
+        return self._pending is None or self._pending.ready()
 
     def to_dict(self) -> dict[str, Any]:
         """Every value under its attribute's name, as plain Python objects fit for JSON."""
@@ -224,12 +245,14 @@ def check(x: torch.Tensor, *, moments: bool = False) -> ScanResult:
     Raises:
         TypeError: `x` is no tensor, not floating point, or of a kind that cannot be scanned.
         ValueError: `x` has elements but no data (meta device, freed storage).
+        RuntimeError: the CUDA driver failed; the message has its error and what was being done.
 
-    Synchronization: none on the CPU. A tensor on another device is copied to the host in this
-        version.
+    Synchronization: none on the CPU and on CUDA devices, where the scan is one launch on the
+        tensor's current stream; the first one on a device loads the kernels. A tensor on a device
+        without kernels is copied to the host.
     """
     row = _C.scan_once(x, moments)
-    if isinstance(row, bytes):
+    if not isinstance(row, int):
         return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - a subclass may redefine anything
         return _check_other(x, row, moments=moments)
@@ -251,10 +274,31 @@ def _check_other(x: torch.Tensor, status: int, *, moments: bool) -> ScanResult:
             f"nanscan: expected a tensor with data, got one of shape {list(x.shape)} whose storage "
             "is freed"
         )
-    if status == _C.OTHER_DEVICE:
-        row = _reference.scan(x, moments=moments)
+    row = scan_anywhere(x, moments=moments)
+    if not isinstance(row, int):
         return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
     return _check_parts(x, moments=moments)
+
+
+def prepare(x: torch.Tensor) -> bool:
+    """Loads the kernels on the CUDA device of a tensor; whether it has them now."""
+    ordinal = _C.cuda_ordinal(x)
+    return ordinal is not None and _cuda.prepare(ordinal)
+
+
+def scan_anywhere(x: torch.Tensor, *, moments: bool = False) -> Record | _C.PendingScan | int:
+    """What `_C.scan_once` does on the CPU and on CUDA devices that were met before, for any device.
+
+    A CUDA device gets its kernels here. Where there are none, and where a kernel cannot read the
+    address, plain torch scans.
+    """
+    row = _C.scan_once(x, moments)
+    if row == _C.UNPREPARED:
+        prepare(x)
+        row = _C.scan_once(x, moments)
+    if isinstance(row, int) and row in (_C.OTHER_DEVICE, _C.MISALIGNED):
+        return _reference.scan(x, moments=moments)
+    return row
 
 
 def _check_parts(x: torch.Tensor, *, moments: bool) -> ScanResult:
@@ -269,16 +313,9 @@ def _check_parts(x: torch.Tensor, *, moments: bool) -> ScanResult:
             "check them one by one"
         )
     plain = parts[0][1]
-    row = _C.scan_once(plain, moments)
-    if isinstance(row, bytes):
+    row = scan_anywhere(plain, moments=moments)
+    if not isinstance(row, int):
         return ScanResult(row, tuple(plain.shape), plain.dtype, moments=moments)
-    if row == _C.OTHER_DEVICE:
-        return ScanResult(
-            _reference.scan(plain, moments=moments),
-            tuple(plain.shape),
-            plain.dtype,
-            moments=moments,
-        )
     kind = ValueError if row == _C.NO_DATA else TypeError
     raise kind(f"nanscan: cannot scan this {_type_name(x)}: {reason(plain, row)}")
 
@@ -293,7 +330,7 @@ def _dtype_names() -> str:
 
 
 def check_many(tensors: Any, *, moments: bool = False) -> Any:
-    """Scans every tensor of a pytree.
+    """Scans every tensor of a pytree; those of a CUDA device share launches.
 
     Args:
         tensors: any nesting of lists, tuples, dicts, named tuples and registered pytree nodes with
@@ -309,16 +346,24 @@ def check_many(tensors: Any, *, moments: bool = False) -> Any:
 
     Synchronization: as for `check`.
     """
-
-    def scan_leaf(path: tuple[Any, ...], leaf: Any) -> ScanResult | None:
+    leaves, structure = pytree.tree_flatten_with_path(tensors)
+    rows = _C.scan_once_many([leaf for _, leaf in leaves], moments)
+    results: list[ScanResult | None] = []
+    for (path, leaf), row in zip(leaves, rows, strict=True):
         if leaf is None:
-            return None
-        try:
-            return check(leaf, moments=moments)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error} (at {pytree.keystr(path) or 'the root'})") from None
+            results.append(None)
+        elif not isinstance(row, int):
+            results.append(ScanResult(row, tuple(leaf.shape), leaf.dtype, moments=moments))
+        else:
+            results.append(_check_leaf(path, leaf, moments=moments))
+    return pytree.tree_unflatten(results, structure)
 
-    return pytree.tree_map_with_path(scan_leaf, tensors)
+
+def _check_leaf(path: tuple[Any, ...], leaf: Any, *, moments: bool) -> ScanResult:
+    try:
+        return check(leaf, moments=moments)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} (at {pytree.keystr(path) or 'the root'})") from None
 
 
 def assert_finite(x: torch.Tensor, name: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,17 @@ import torch
 
 from nanscan import _C
 from nanscan._row import ROW, Rows, absmax, finite_max, finite_min, nonfinite
-from nanscan._scan import ScanResult
+from nanscan._scan import Record, ScanResult
 from nanscan._sites import Node
+
+Describe = Callable[[int], tuple[str, tuple[int, ...]] | None]
+# A node, its record or what will be it, and the name of dtype and the shape of the tensor.
+Scans = list[tuple[Node, Record | _C.PendingScan, tuple[str, tuple[int, ...]]]]
 
 
 @dataclass
 class Snapshot:
-    """One step's rows on the host.
+    """One step's rows on the host; those of CUDA devices once they arrived.
 
     Attributes:
         step: the step's number.
@@ -27,6 +32,10 @@ class Snapshot:
         order: [N] position of each row among the step's first visits, from 1; 0: not visited.
         notable: rows that are non-finite or near their dtype's limit.
         whole: the rows began anew after it; else it is a look at a step that goes on.
+        describe: dtype and shape of what was scanned into a row; None for none.
+        arrival: rows that are still on their way.
+        untrained: they are parameters, scanned before their model first ran.
+        keep: it is to become part of the history once it is complete.
     """
 
     step: int
@@ -34,13 +43,48 @@ class Snapshot:
     order: npt.NDArray[np.uint64]
     notable: list[int]
     whole: bool
+    describe: Describe
+    arrival: _C.Arrival | None = None
+    untrained: bool = False
+    keep: bool = False
+
+    def ready(self) -> bool:
+        """Whether all rows arrived. Never blocks."""
+        return self.arrival is None or self.arrival.ready()
+
+    def result(self, row: int) -> ScanResult:
+        """A row as a result."""
+        dtype, shape = self.describe(row) or ("float32", ())
+        return ScanResult(self.rows[row], shape, getattr(torch, dtype))
+
+    def limit(self, row: int) -> float:
+        """Largest finite value of the dtype scanned into a row."""
+        described = self.describe(row)
+        return float(torch.finfo(getattr(torch, described[0])).max) if described else math.inf
+
+
+@dataclass
+class Sweep:
+    """Parameters scanned before their model first ran, outside of the table's rows.
+
+    Attributes:
+        step: the number of the step that comes.
+        scans: of each parameter.
+    """
+
+    step: int
+    scans: Scans
+
+    def ready(self) -> bool:
+        """Whether all are done. Never blocks."""
+        return all(scan.ready() for _, scan, _ in self.scans if isinstance(scan, _C.PendingScan))
 
 
 class Table:
-    """Rows of CPU tensors: one a node, fixed from its first scan on.
+    """Rows of tensors: one a node, fixed from its first scan on.
 
     Args:
-        history: how many steps to keep; memory is history * rows * 136 bytes.
+        history: how many steps to keep; memory is history * rows * 136 bytes on the host.
         near_limit: share of a dtype's largest value from which a finite value makes a row notable.
     """
 
@@ -67,6 +111,16 @@ class Table:
         """Changes whenever a row goes bad."""
         return self.core.last_ticket
 
+    @property
+    def on_device(self) -> bool:
+        """Whether snapshots arrive later than they are taken."""
+        return self.core.on_device
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something may have been scanned since the last snapshot."""
+        return self.core.visits > 0 or self.core.captured
+
     def order(self, row: int) -> int:
         """Position of a row among the first visits since the last snapshot; 0: not visited."""
         return self.core.order(row)
@@ -80,29 +134,81 @@ class Table:
         node.add_source(node.row)
         return node.row
 
-    def take(self, step: int, *, keep: bool, reset: bool = True) -> Snapshot:
-        """Copies all rows to the host.
+    def take(self, step: int, *, keep: bool, reset: bool = True) -> Snapshot | None:
+        """Copies all rows to the host, or sends them there.
 
         Args:
             step: number of the step.
-            keep: make it part of the history; the returned arrays are then views of the history
-                and valid until `history` more steps were kept.
+            keep: make it part of the history; the arrays may then be views of the history and
+                valid until `history` more steps were kept.
             reset: begin all rows anew. Else they go on: what is looked at amid a step stays in it.
+
+        Returns:
+            The snapshot, to be completed by `complete` once it is `ready`; None while a CUDA graph
+            records this thread's stream, and then all rows just go on.
 
         Synchronization: none.
         """
         with self._lock:
+            if not self.core.can_snapshot():
+                return None
             count = len(self.nodes)
-            if not keep:
-                rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
+            if keep and not self.on_device:
+                rows, order = self._next_slot(step, count)
+                keep = False
             else:
-                self._reserve(count)
-                slot = self._taken % len(self._steps)
-                self._taken += 1
-                self._steps[slot] = step
-                rows, order = self._rows[slot, :count], self._order[slot, :count]
-            notable = self.core.snapshot(rows.view(np.uint8), order, reset)
-        return Snapshot(step, rows, order, notable, reset)
+                rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
+            notable, arrival = self.core.snapshot(rows.view(np.uint8), order, reset)
+        describe = self.core.describe if arrival is None else arrival.describe
+        return Snapshot(step, rows, order, notable, reset, describe, arrival, keep=keep)
+
+    def complete(self, item: Snapshot | Sweep) -> Snapshot:
+        """A snapshot with all its rows.
+
+        Synchronization: waits for what has not arrived.
+        """
+        if isinstance(item, Sweep):
+            return self._swept(item)
+        if item.arrival is not None:
+            item.arrival.wait()
+            item.notable = item.arrival.merge_into(item.rows.view(np.uint8), item.order)
+            item.arrival = None  # its memory is free again; `describe` keeps the rest
+        if item.keep:
+            with self._lock:
+                rows, order = self._next_slot(item.step, len(item.rows))
+                rows[:], order[:] = item.rows, item.order
+        return item
+
+    def _swept(self, sweep: Sweep) -> Snapshot:
+        count = len(self.nodes)
+        rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
+        notable, descriptions = [], {}
+        for position, (node, scan, described) in enumerate(sweep.scans, start=1):
+            record = scan.wait() if isinstance(scan, _C.PendingScan) else scan
+            if not isinstance(record, bytes):
+                record = record.tobytes()
+            if self._is_notable(record, described[0]):
+                notable.append(node.row)
+                descriptions[node.row] = described
+                rows[node.row] = np.frombuffer(record, ROW)[0]
+                order[node.row] = position
+                if rows[node.row]["ticket"]:
+                    rows[node.row]["ticket"] = position
+        return Snapshot(sweep.step, rows, order, notable, False, descriptions.get, untrained=True)
+
+    def merge(self, row: int, tensor: torch.Tensor, record: Rows) -> None:
+        """Merges a scan that plain torch made, where there are no kernels."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.core.merge(row, record.tobytes(), dtype, tuple(tensor.shape))
+
+    def _next_slot(self, step: int, count: int) -> tuple[Rows, npt.NDArray[np.uint64]]:
+        """The place of the history for a step, of `count` rows."""
+        self._reserve(count)
+        slot = self._taken % len(self._steps)
+        self._taken += 1
+        self._steps[slot] = step
+        self._rows[slot, count:], self._order[slot, count:] = np.zeros((), ROW), 0
+        return self._rows[slot, :count], self._order[slot, :count]
 
     def _reserve(self, count: int) -> None:
         steps, capacity = self._rows.shape
@@ -113,21 +219,10 @@ class Table:
         rows[:, :capacity], order[:, :capacity] = self._rows, self._order
         self._rows, self._order = rows, order
 
-    def result(self, row: int, record: np.void) -> ScanResult:
-        """A record of a row as a result, with the dtype and shape that the host last saw there."""
-        described = self.core.describe(row)
-        dtype, shape = described or ("float32", ())
-        return ScanResult(record, shape, getattr(torch, dtype))
-
-    def limit(self, row: int) -> float:
-        """Largest finite value of the dtype last scanned into a row."""
-        described = self.core.describe(row)
-        return float(torch.finfo(getattr(torch, described[0])).max) if described else math.inf
-
-    def is_notable(self, record: bytes, dtype: torch.dtype) -> bool:
+    def _is_notable(self, record: bytes, dtype: str) -> bool:
         """Whether a record of one scan is non-finite or near its dtype's limit."""
         rows = np.frombuffer(record, ROW)
-        near = self._near_limit * torch.finfo(dtype).max
+        near = self._near_limit * torch.finfo(getattr(torch, dtype)).max
         return bool(nonfinite(rows)[0] or absmax(rows)[0] >= near)
 
     def history(self, row: int) -> dict[str, npt.NDArray[Any]]:

@@ -43,8 +43,8 @@ def reason(tensor: torch.Tensor, status: int) -> str:
     """Says in words why the core refused a plain tensor."""
     if status == _C.BAD_FORMAT:
         return f"there is no kernel for {tensor.dtype}"
-    if status == _C.OTHER_DEVICE:
-        return f"it is on {tensor.device}; this version scans CPU tensors"
+    if status == _C.MISALIGNED:
+        return "its address is no multiple of its element's size, which a GPU cannot read"
     if status == _C.NO_VIEW and tensor.dim() > 64:  # noqa: PLR2004 - kMaxDims
         return f"it has {tensor.dim()} dimensions, and 64 are the most that nanscan takes"
     return _REASONS.get(status, f"status {status}")

@@ -303,5 +303,8 @@ class Snapshot(NamedTuple):
 def take_snapshot(table: _C.Table) -> Snapshot:
     memory = np.empty((len(table), ROW.itemsize), np.uint8)
     order = np.empty(len(table), np.uint64)
-    table.snapshot(memory, order)
+    _, arrival = table.snapshot(memory, order)
+    if arrival is not None:
+        arrival.wait()
+        arrival.merge_into(memory, order)
     return Snapshot(memory.view(ROW)[:, 0], order.tolist())

@@ -10,7 +10,8 @@
 // this call was the row's first bad one. Nothing here traps, asserts, allocates or prints.
 //
 // Compiled by nvcc, by NVRTC, and by a host compiler under tests/simt.
-#pragma once
+#ifndef NANSCAN_CUDA_SCAN_KERNELS_CUH_
+#define NANSCAN_CUDA_SCAN_KERNELS_CUH_
 
 #include "scan_args.h"
 
@@ -27,6 +28,12 @@
 #endif
 
 namespace nanscan::cuda {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800  // 1024 threads a multiprocessor at most
+constexpr int kFlatResident = 4;
+#else
+constexpr int kFlatResident = kFlatBlocksPerSm;
+#endif
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kWarps = kThreads / 32;
@@ -427,10 +434,9 @@ struct Call {
 __device__ inline void send_to_mirror(Row* row) {
   volatile uint64_t* mirror = reinterpret_cast<volatile uint64_t*>(row->mirror);
   const uint64_t* source = reinterpret_cast<const uint64_t*>(row);
-  constexpr int kWords = offsetof(Row, call_first_bad) / sizeof(uint64_t);
-  for (int i = 0; i < kWords; ++i) mirror[i] = source[i];
+  for (int i = 0; i < kResultWords; ++i) mirror[i] = source[i];
   __threadfence_system();
-  mirror[offsetof(Row, arrived) / sizeof(uint64_t)] = 1;
+  mirror[kArrivedWord] = 1;
   Row empty{};
   empty.mirror = row->mirror;
   *row = empty;
@@ -703,7 +709,7 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
   }
 
 #define NANSCAN_ENTRIES(suffix, dtype)                                              \
-  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatBlocksPerSm,                  \
+  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatResident,                     \
                 (run_flat<FormatOf<DType::dtype>>(scan)))                           \
   NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kStridedBlocksPerSm,         \
                 (scan_strided<FormatOf<DType::dtype>, false>(scan)))                \
@@ -713,3 +719,5 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
 NANSCAN_FORMATS(NANSCAN_ENTRIES)
 NANSCAN_ENTRY(nanscan_many, ManyScan, kManyBlocksPerSm, scan_many<false>(scan))
 NANSCAN_ENTRY(nanscan_many_moments, ManyScan, kManyBlocksPerSm, scan_many<true>(scan))
+
+#endif  // NANSCAN_CUDA_SCAN_KERNELS_CUH_

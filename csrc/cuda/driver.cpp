@@ -1,0 +1,68 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+
+namespace nanscan::cuda {
+namespace {
+
+constexpr int kLeastVersion = 12000;  // what torch 2.10's oldest CUDA build needs
+
+Driver load() {
+  const char* other = std::getenv("NANSCAN_CUDA_DRIVER");
+  const char* name = other && *other ? other : "libcuda.so.1";
+  void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw Error(std::string("no CUDA driver: ") + dlerror());
+  Driver found{};
+#define NANSCAN_LOOK_UP(member, name, arguments)                               \
+  found.member = reinterpret_cast<Result(*) arguments>(dlsym(library, #name)); \
+  if (!found.member) throw Error("the CUDA driver is too old: it has no " #name);
+  NANSCAN_DRIVER(NANSCAN_LOOK_UP)
+#undef NANSCAN_LOOK_UP
+  int version = 0;
+  if (found.driver_version(&version) != kSuccess || version < kLeastVersion)
+    throw Error("the CUDA driver is too old: it is made for CUDA " +
+                std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10) +
+                ", nanscan needs 12.0 or later");
+  const Result result = found.init(0);
+  if (result != kSuccess) {
+    const char* reason = nullptr;
+    found.error_name(result, &reason);
+    throw Error(std::string("starting the CUDA driver failed: ") + (reason ? reason : "?"));
+  }
+  return found;
+}
+
+}  // namespace
+
+const Driver& driver() {
+  static const Driver loaded = load();  // tried again after a failure
+  return loaded;
+}
+
+void check(Result result, const std::string& doing) {
+  if (result == kSuccess) return;
+  const char* name = nullptr;
+  const char* text = nullptr;
+  driver().error_name(result, &name);
+  driver().error_string(result, &text);
+  throw Error("nanscan: " + doing +
+              " failed: " + (name ? name : "error " + std::to_string(result)) +
+              (text ? std::string(" (") + text + ")" : ""));
+}
+
+CurrentContext::CurrentContext(Handle context) {
+  Handle current = nullptr;
+  check(driver().current_context(&current), "asking for the current CUDA context");
+  pushed_ = current != context;
+  if (pushed_) check(driver().push_context(context), "making a CUDA context current");
+}
+
+CurrentContext::~CurrentContext() {
+  Handle popped;
+  if (pushed_) driver().pop_context(&popped);
+}
+
+}  // namespace nanscan::cuda

@@ -1,0 +1,144 @@
+#include "results.h"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+
+#include "../gil.h"
+
+namespace nanscan::cuda {
+
+// Rows of one device with their mirrors, used again and again.
+class Slots {
+ public:
+  using Slot = PendingScan::Slot;
+
+  static Slots& of(const Device& device) {
+    static auto* const all = new std::map<int, Slots>;  // never destroyed: a scan may be under way
+    return all->try_emplace(device.ordinal(), device).first->second;
+  }
+
+  explicit Slots(const Device& device) : device_(device) {}
+
+  uint32_t* tickets() const { return tickets_; }
+  Slot take();
+  void give_back(Slot slot) { (arrived(slot) ? idle_ : abandoned_).push_back(slot); }
+
+  static bool arrived(const Slot& slot) {
+    const bool arrived = slot.host->arrived != 0;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return arrived;
+  }
+
+ private:
+  static constexpr int kSlab = 256;
+
+  void add_slab();
+
+  const Device& device_;
+  uint32_t* tickets_ = nullptr;
+  std::vector<Slot> idle_;
+  std::vector<Slot> abandoned_;  // nobody waits for them, but they are not done
+};
+
+PendingScan::Slot Slots::take() {
+  if (idle_.empty()) {
+    const auto done = std::partition(abandoned_.begin(), abandoned_.end(),
+                                     [](const Slot& slot) { return !arrived(slot); });
+    idle_.assign(done, abandoned_.end());
+    abandoned_.erase(done, abandoned_.end());
+  }
+  if (idle_.empty()) add_slab();
+  const Slot slot = idle_.back();
+  idle_.pop_back();
+  slot.host->arrived = 0;
+  return slot;
+}
+
+void Slots::add_slab() {
+  const std::string doing = "allocating memory for results on " + device_.name();
+  const Driver& cuda = driver();
+  CurrentContext current(device_.context());
+  AllowDuringCapture allow;
+  constexpr size_t kBytes = kSlab * sizeof(Row);
+  void* host = nullptr;
+  DevicePointer rows = 0, mirrors = 0;
+  const Handle stream = device_.service_stream();
+  std::vector<Row> initial(kSlab + 1, Row{});  // the last one's first word counts tickets
+  const auto attempt = [&] {
+    Result result = cuda.host_allocate(&host, kBytes, kHostPortable | kHostMapped);
+    if (result == kSuccess) result = cuda.host_device_pointer(&mirrors, host, 0);
+    if (result == kSuccess) result = cuda.allocate(&rows, kBytes + sizeof(Row));
+    for (int i = 0; i < kSlab; ++i) initial[i].mirror = mirrors + i * sizeof(Row);
+    if (result == kSuccess)
+      result = cuda.copy_to_device(rows, initial.data(), initial.size() * sizeof(Row), stream);
+    return result == kSuccess ? cuda.stream_wait(stream) : result;
+  };
+  const Result result = attempt();
+  if (result != kSuccess) {
+    if (rows) cuda.release(rows);
+    if (host) cuda.host_release(host);
+  }
+  check(result, doing);
+  if (!tickets_) tickets_ = reinterpret_cast<uint32_t*>(rows + kBytes);
+  for (int i = kSlab - 1; i >= 0; --i)
+    idle_.push_back({reinterpret_cast<Row*>(rows) + i, static_cast<Row*>(host) + i});
+}
+
+std::vector<std::unique_ptr<PendingScan>> PendingScan::start(const Device& device,
+                                                             const std::vector<TensorView>& views,
+                                                             bool moments, Handle stream) {
+  Slots& slots = Slots::of(device);
+  std::vector<std::unique_ptr<PendingScan>> scans;
+  int status = kCaptureNone;
+  {
+    CurrentContext current(device.context());
+    driver().stream_is_capturing(stream, &status);
+  }
+  const auto add = [&] {
+    scans.emplace_back(new PendingScan(device, slots.take(), stream, status != kCaptureNone));
+    return scans.back()->slot_.row;
+  };
+  if (views.size() == 1) {
+    Row* row = add();
+    const ReleaseGil release;
+    device.scan(views.front(), moments, row, slots.tickets(), stream);
+    return scans;
+  }
+  std::vector<Row*> rows;
+  for (size_t i = 0; i < views.size(); ++i) rows.push_back(add());
+  const ReleaseGil release;
+  ManyScans many(device, moments, slots.tickets(), stream);
+  for (size_t i = 0; i < views.size(); ++i) many.add(views[i], rows[i]);
+  many.flush();
+  return scans;
+}
+
+PendingScan::~PendingScan() {
+  if (!captured_) Slots::of(device_).give_back(slot_);
+}
+
+bool PendingScan::ready() const { return Slots::arrived(slot_); }
+
+const Row& PendingScan::wait() {
+  if (!ready()) {
+    const std::string doing = "waiting for a scan on " + device_.name();
+    CurrentContext current(device_.context());
+    AllowDuringCapture allow;
+    const auto wait_for_stream = [&] {
+      const ReleaseGil release;
+      return driver().stream_wait(stream_);
+    };
+    check(wait_for_stream(), doing);
+    if (!ready())
+      throw Error("nanscan: " + doing +
+                  " failed: it was recorded into a CUDA graph that has not run since");
+  }
+  for (size_t i = 0; i < sizeof(Row) / sizeof(uint64_t); ++i)
+    reinterpret_cast<uint64_t*>(&copy_)[i] =
+        reinterpret_cast<const volatile uint64_t*>(slot_.host)[i];
+  copy_.arrived = 0;
+  return copy_;
+}
+
+}  // namespace nanscan::cuda

@@ -1,0 +1,187 @@
+#include "rows.h"
+
+#include <algorithm>
+
+#include "../gil.h"
+
+namespace nanscan::cuda {
+namespace {
+
+constexpr int kNoStream = -1;  // no stream has this address
+
+bool is_capturing(Handle stream) {
+  int status = kCaptureNone;
+  return driver().stream_is_capturing(stream, &status) == kSuccess && status != kCaptureNone;
+}
+
+}  // namespace
+
+struct Copy::Buffer {
+  Row* rows = nullptr;
+  size_t capacity = 0;  // in rows
+  Handle event = nullptr;
+};
+
+struct Copy::Pool {
+  explicit Pool(const Device& on) : device(on) {}
+  ~Pool();
+
+  std::unique_ptr<Buffer> take(size_t count);
+  bool has_arrived(const Buffer& buffer) const;
+  void free(Buffer& buffer);
+
+  const Device& device;
+  std::vector<std::unique_ptr<Buffer>> idle;
+};
+
+bool Copy::Pool::has_arrived(const Buffer& buffer) const {
+  CurrentContext current(device.context());
+  AllowDuringCapture allow;
+  const Result result = driver().event_query(buffer.event);
+  if (result == kNotReady) return false;
+  check(result, "asking for a snapshot of " + device.name());
+  return true;
+}
+
+std::unique_ptr<Copy::Buffer> Copy::Pool::take(size_t count) {
+  for (size_t i = 0; i < idle.size(); ++i) {
+    if (!has_arrived(*idle[i])) continue;  // given up while under way
+    std::unique_ptr<Buffer> buffer = std::move(idle[i]);
+    idle.erase(idle.begin() + static_cast<std::ptrdiff_t>(i));
+    if (buffer->capacity >= count) return buffer;
+    free(*buffer);
+    --i;
+  }
+  auto buffer = std::make_unique<Buffer>();
+  const std::string doing = "allocating memory for a snapshot of " + device.name();
+  AllowDuringCapture allow;
+  size_t capacity = 64;
+  while (capacity < count) capacity *= 2;
+  void* memory = nullptr;
+  check(driver().host_allocate(&memory, capacity * sizeof(Row), kHostPortable), doing);
+  buffer->rows = static_cast<Row*>(memory);
+  buffer->capacity = capacity;
+  const Result result = driver().event_create(&buffer->event, kEventNoTiming);
+  if (result != kSuccess) {
+    driver().host_release(memory);
+    check(result, doing);
+  }
+  return buffer;
+}
+
+void Copy::Pool::free(Buffer& buffer) {
+  driver().event_destroy(buffer.event);
+  driver().host_release(buffer.rows);
+}
+
+Copy::Pool::~Pool() {
+  try {
+    CurrentContext current(device.context());
+    AllowDuringCapture allow;
+    const ReleaseGil release;  // this waits for copies under way
+    for (const auto& buffer : idle) free(*buffer);
+  } catch (const Error&) {  // the context is gone, and the memory with it
+  }
+}
+
+Copy::Copy(std::shared_ptr<Pool> pool, std::unique_ptr<Buffer> buffer, int count)
+    : pool_(std::move(pool)), buffer_(std::move(buffer)), count_(count) {}
+
+Copy::~Copy() { pool_->idle.push_back(std::move(buffer_)); }
+
+bool Copy::ready() { return arrived_ = arrived_ || pool_->has_arrived(*buffer_); }
+
+void Copy::wait() {
+  if (arrived_) return;
+  CurrentContext current(pool_->device.context());
+  AllowDuringCapture allow;
+  const auto wait_for_event = [&] {
+    const ReleaseGil release;
+    return driver().event_wait(buffer_->event);
+  };
+  check(wait_for_event(), "waiting for a snapshot of " + pool_->device.name());
+  arrived_ = true;
+}
+
+const Row* Copy::rows() const { return buffer_->rows; }
+
+Rows::Rows(const Device& device)
+    : device_(device),
+      pool_(std::make_shared<Copy::Pool>(device)),
+      latest_(reinterpret_cast<Handle>(static_cast<intptr_t>(kNoStream))) {
+  row(0);
+}
+
+Rows::~Rows() {
+  if (captured_) return;  // a graph may write there for as long as the process lives
+  try {
+    CurrentContext current(device_.context());
+    AllowDuringCapture allow;
+    const ReleaseGil release;
+    for (const DevicePointer chunk : chunks_) driver().release(chunk);
+    if (order_) driver().event_destroy(order_);
+  } catch (const Error&) {
+  }
+}
+
+Row* Rows::row(int index) {
+  while (static_cast<size_t>(index / kMany) >= chunks_.size()) {
+    const std::string doing = "allocating rows on " + device_.name();
+    constexpr size_t kBytes = (kMany + 1) * sizeof(Row);
+    CurrentContext current(device_.context());
+    AllowDuringCapture allow;
+    DevicePointer chunk;
+    check(driver().allocate(&chunk, kBytes), doing);
+    Result result = driver().set_bytes(chunk, 0, kBytes, device_.service_stream());
+    if (result == kSuccess) result = driver().stream_wait(device_.service_stream());
+    if (result != kSuccess) driver().release(chunk);
+    check(result, doing);
+    chunks_.push_back(chunk);
+  }
+  return reinterpret_cast<Row*>(address(index));
+}
+
+void Rows::use_another(Handle stream) {
+  note_capture(stream);
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end())
+    streams_.push_back(stream);
+  latest_ = stream;
+}
+
+bool Rows::note_capture(Handle stream) {
+  CurrentContext current(device_.context());
+  int status = kCaptureNone;
+  const bool capturing = is_capturing(stream);
+  captured_ |= capturing;
+  return capturing;
+}
+
+std::unique_ptr<Copy> Rows::copy(int count, bool reset, Handle stream) {
+  if (note_capture(stream)) return nullptr;
+  const std::string doing = "taking a snapshot of " + device_.name();
+  CurrentContext current(device_.context());
+  row(std::max(count - 1, 0));
+  std::unique_ptr<Copy::Buffer> buffer = pool_->take(static_cast<size_t>(count));
+  // Scans on other streams come before the copy, and after the reset. A stream that is captured now
+  // has sent nothing to the device, and must not be joined. One that was destroyed meanwhile has
+  // done its work or will never say so: its errors are no reason to fail.
+  std::vector<Handle> others;
+  for (const Handle other : streams_)
+    if (other != stream && !is_capturing(other)) others.push_back(other);
+  if (!order_ && !others.empty()) check(driver().event_create(&order_, kEventNoTiming), doing);
+  for (const Handle other : others)
+    if (driver().event_record(order_, other) == kSuccess)
+      check(driver().stream_wait_event(stream, order_, 0), doing);
+  for (int begin = 0; begin < count; begin += kMany) {
+    const size_t bytes = static_cast<size_t>(std::min(count - begin, kMany)) * sizeof(Row);
+    check(driver().copy_to_host(buffer->rows + begin, address(begin), bytes, stream), doing);
+    if (reset) check(driver().set_bytes(address(begin), 0, bytes, stream), doing);
+  }
+  check(driver().event_record(buffer->event, stream), doing);
+  for (const Handle other : others) driver().stream_wait_event(other, buffer->event, 0);
+  streams_.clear();
+  latest_ = reinterpret_cast<Handle>(static_cast<intptr_t>(kNoStream));
+  return std::unique_ptr<Copy>(new Copy(pool_, std::move(buffer), count));
+}
+
+}  // namespace nanscan::cuda

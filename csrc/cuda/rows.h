@@ -1,0 +1,82 @@
+// The rows of one table on one CUDA device: fixed addresses, copied to the host and reset once a
+// step, both in the order of the stream.
+//
+// Contract: needs the GIL. Errors are thrown. A row never moves, and the first kMany of them need
+// one allocation, so that a step makes one copy, one reset and one event.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "scan.h"
+
+namespace nanscan::cuda {
+
+// One step's rows on their way to the host.
+class Copy {
+ public:
+  ~Copy();
+  Copy(const Copy&) = delete;
+  Copy& operator=(const Copy&) = delete;
+
+  bool ready();             // never blocks
+  void wait();              // without the GIL
+  const Row* rows() const;  // once ready
+  int count() const { return count_; }
+
+ private:
+  friend class Rows;
+  struct Buffer;  // of pinned memory, used again when its copy arrived
+  struct Pool;
+
+  Copy(std::shared_ptr<Pool> pool, std::unique_ptr<Buffer> buffer, int count);
+
+  std::shared_ptr<Pool> pool_;
+  std::unique_ptr<Buffer> buffer_;
+  const int count_;
+  bool arrived_ = false;
+};
+
+class Rows {
+ public:
+  explicit Rows(const Device& device);
+  ~Rows();
+  Rows(const Rows&) = delete;
+  Rows& operator=(const Rows&) = delete;
+
+  const Device& device() const { return device_; }
+  uint32_t* tickets() const { return reinterpret_cast<uint32_t*>(chunks_.front()); }
+  Row* row(int index);  // allocates where it must
+
+  // Before a launch into a row: scans of several streams are kept in order with copies.
+  void use(Handle stream) {
+    if (stream != latest_) use_another(stream);
+  }
+
+  // Notes whether a CUDA graph records what goes to the stream: its replays will write into rows.
+  bool note_capture(Handle stream);
+  bool captured() const { return captured_; }
+
+  // Sends rows [0, count) to the host and, with `reset`, begins them anew. Null while the stream is
+  // being captured: then rows just go on.
+  std::unique_ptr<Copy> copy(int count, bool reset, Handle stream);
+
+ private:
+  static constexpr int kMany = 16384;  // 2 MiB a chunk
+
+  void use_another(Handle stream);
+  DevicePointer address(int index) const {
+    return chunks_[index / kMany] + static_cast<uint64_t>(index % kMany + 1) * sizeof(Row);
+  }
+
+  const Device& device_;
+  std::vector<DevicePointer> chunks_;  // each begins with a row that is none: the first one's holds
+                                       // the last ticket
+  std::shared_ptr<Copy::Pool> pool_;
+  Handle latest_;
+  std::vector<Handle> streams_;  // used since the last reset, the latest among them
+  Handle order_ = nullptr;       // event; made when a second stream is used
+  bool captured_ = false;
+};
+
+}  // namespace nanscan::cuda

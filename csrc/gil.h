@@ -1,0 +1,19 @@
+// Lets other Python threads run while this one waits or works without Python.
+#pragma once
+
+#include <Python.h>
+
+namespace nanscan {
+
+class ReleaseGil {
+ public:
+  ReleaseGil() : state_(PyEval_SaveThread()) {}
+  ~ReleaseGil() { PyEval_RestoreThread(state_); }
+  ReleaseGil(const ReleaseGil&) = delete;
+  ReleaseGil& operator=(const ReleaseGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace nanscan
