@@ -210,8 +210,9 @@ void expect_size(const ByteArray& rows, const OrderArray& order, int size) {
     throw py::value_error("nanscan: a snapshot expects arrays of exactly the table's size");
 }
 
-py::tuple snapshot(Table& table, ByteArray rows, OrderArray order, bool reset) {
+py::object snapshot(Table& table, ByteArray rows, OrderArray order, bool reset) {
   expect_size(rows, order, table.size());
+  if (!table.can_snapshot()) return py::none();
   std::vector<int> notable;
   std::unique_ptr<Arrival> arrival = table.snapshot(reinterpret_cast<Row*>(rows.mutable_data()),
                                                     order.mutable_data(), reset, notable);
@@ -301,7 +302,6 @@ void define_table(py::module_& m) {
            py::arg("reset") = true)
       .def("describe", [](const Table& table,
                           int row) { return as_tuple(context_of(table, row).description.get()); })
-      .def("can_snapshot", &Table::can_snapshot)
       .def_property_readonly("captured", &Table::captured)
       .def_property_readonly("on_device", &Table::on_device)
       .def_property_readonly("scan_many",

@@ -273,8 +273,12 @@ Status Table::scan_on_device(const TensorView& view, int index) {
   void* const stream = stream_of(rows.device());
   rows.use(stream);
   Row* const target = rows.row(index);
-  const ReleaseGil release;
-  rows.device().scan(view, /*moments=*/false, target, rows.tickets(), stream);
+  uint32_t* const tickets = rows.tickets();
+  {
+    const ReleaseGil release;
+    rows.device().scan(view, /*moments=*/false, target, tickets, stream);
+  }
+  rows.use(stream);
   return kOk;
 }
 
@@ -322,6 +326,7 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
       for (size_t i = 0; i < waiting.size(); ++i) many.add(waiting[i].first, targets[i]);
       many.flush();
     }
+    rows.use(stream);
     waiting.clear();
   };
   for (size_t i = 0; i < tensors.size(); ++i) {

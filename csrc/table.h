@@ -123,9 +123,10 @@ class Table {
   // Whether CUDA graphs may write into rows at any time.
   bool captured() const;
 
-  // Copies rows [0, size) and their order to host memory; with `reset` it then resets both and
-  // forgets what was seen. Sets `notable` to the rows that are non-finite or near their limit:
-  // mostly none. Rows of devices follow with the Arrival; null where there are none.
+  // Not where `can_snapshot` says no. Copies rows [0, size) and their order to host memory; with
+  // `reset` it then resets both and forgets what was seen. Sets `notable` to the rows that are
+  // non-finite or near their limit: mostly none. Rows of devices follow with the Arrival; null
+  // where there are none.
   std::unique_ptr<Arrival> snapshot(Row* rows, uint64_t* order, bool reset,
                                     std::vector<int>& notable);
 

@@ -68,12 +68,12 @@ class Table:
     def on_device(self) -> bool: ...  # some rows are on CUDA devices
     @property
     def captured(self) -> bool: ...  # CUDA graphs may write into rows at any time
-    def can_snapshot(self) -> bool: ...  # not while this thread's stream is captured
     # Fills both arrays, of len(self) rows; returns the rows non-finite or near their limit, and
-    # what follows from devices, if anything.
+    # what follows from devices, if anything. None while a CUDA graph records this thread's stream:
+    # rows just go on.
     def snapshot(
         self, rows: npt.NDArray[np.uint8], order: npt.NDArray[np.uint64], reset: bool = True
-    ) -> tuple[list[int], Arrival | None]: ...
+    ) -> tuple[list[int], Arrival | None] | None: ...
     # Merges a scan made elsewhere: a row's bytes.
     def merge(self, row: int, scan: bytes, dtype: str, shape: tuple[int, ...]) -> None: ...
     def describe(self, row: int) -> tuple[str, tuple[int, ...]] | None: ...

@@ -150,15 +150,16 @@ class Table:
         Synchronization: none.
         """
         with self._lock:
-            if not self.core.can_snapshot():
-                return None
             count = len(self.nodes)
             if keep and not self.on_device:
                 rows, order = self._next_slot(step, count)
                 keep = False
             else:
                 rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
-            notable, arrival = self.core.snapshot(rows.view(np.uint8), order, reset)
+            taken = self.core.snapshot(rows.view(np.uint8), order, reset)
+        if taken is None:
+            return None
+        notable, arrival = taken
         describe = self.core.describe if arrival is None else arrival.describe
         return Snapshot(step, rows, order, notable, reset, describe, arrival, keep=keep)
 

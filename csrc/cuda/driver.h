@@ -45,6 +45,7 @@ constexpr int kCaptureRelaxed = 2;
   X(retain_primary_context, cuDevicePrimaryCtxRetain, (Handle * context, int device))            \
   X(current_context, cuCtxGetCurrent, (Handle * context))                                        \
   X(push_context, cuCtxPushCurrent_v2, (Handle context))                                         \
+  X(wait_for_context, cuCtxSynchronize, ())                                                      \
   X(pop_context, cuCtxPopCurrent_v2, (Handle * context))                                         \
   X(module_load, cuModuleLoadData, (Handle * module, const void* image))                         \
   X(module_function, cuModuleGetFunction, (Handle * function, Handle module, const char* name))  \

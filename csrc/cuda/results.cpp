@@ -99,18 +99,24 @@ std::vector<std::unique_ptr<PendingScan>> PendingScan::start(const Device& devic
     scans.emplace_back(new PendingScan(device, slots.take(), stream, status != kCaptureNone));
     return scans.back()->slot_.row;
   };
-  if (views.size() == 1) {
-    Row* row = add();
-    const ReleaseGil release;
-    device.scan(views.front(), moments, row, slots.tickets(), stream);
-    return scans;
-  }
   std::vector<Row*> rows;
   for (size_t i = 0; i < views.size(); ++i) rows.push_back(add());
-  const ReleaseGil release;
-  ManyScans many(device, moments, slots.tickets(), stream);
-  for (size_t i = 0; i < views.size(); ++i) many.add(views[i], rows[i]);
-  many.flush();
+  const auto launch = [&] {
+    const ReleaseGil release;
+    if (views.size() == 1) {
+      device.scan(views.front(), moments, rows.front(), slots.tickets(), stream);
+      return;
+    }
+    ManyScans many(device, moments, slots.tickets(), stream);
+    for (size_t i = 0; i < views.size(); ++i) many.add(views[i], rows[i]);
+    many.flush();
+  };
+  try {
+    launch();
+  } catch (const Error&) {
+    if (scans.size() == 1) scans.front()->slot_.host->arrived = 1;  // never sent: free again
+    throw;
+  }
   return scans;
 }
 
@@ -125,19 +131,19 @@ const Row& PendingScan::wait() {
     const std::string doing = "waiting for a scan on " + device_.name();
     CurrentContext current(device_.context());
     AllowDuringCapture allow;
-    const auto wait_for_stream = [&] {
+    const auto wait = [&] {
       const ReleaseGil release;
-      return driver().stream_wait(stream_);
+      // A graph runs on whatever stream it is launched on.
+      return captured_ ? driver().wait_for_context() : driver().stream_wait(stream_);
     };
-    check(wait_for_stream(), doing);
+    check(wait(), doing);
     if (!ready())
       throw Error("nanscan: " + doing +
                   " failed: it was recorded into a CUDA graph that has not run since");
   }
-  for (size_t i = 0; i < sizeof(Row) / sizeof(uint64_t); ++i)
+  for (int i = 0; i < kResultWords; ++i)
     reinterpret_cast<uint64_t*>(&copy_)[i] =
         reinterpret_cast<const volatile uint64_t*>(slot_.host)[i];
-  copy_.arrived = 0;
   return copy_;
 }
 

@@ -20,6 +20,7 @@ struct Copy::Buffer {
   Row* rows = nullptr;
   size_t capacity = 0;  // in rows
   Handle event = nullptr;
+  bool arrived = true;
 };
 
 struct Copy::Pool {
@@ -27,20 +28,21 @@ struct Copy::Pool {
   ~Pool();
 
   std::unique_ptr<Buffer> take(size_t count);
-  bool has_arrived(const Buffer& buffer) const;
+  bool has_arrived(Buffer& buffer) const;
   void free(Buffer& buffer);
 
   const Device& device;
   std::vector<std::unique_ptr<Buffer>> idle;
 };
 
-bool Copy::Pool::has_arrived(const Buffer& buffer) const {
+bool Copy::Pool::has_arrived(Buffer& buffer) const {
+  if (buffer.arrived) return true;
   CurrentContext current(device.context());
   AllowDuringCapture allow;
   const Result result = driver().event_query(buffer.event);
   if (result == kNotReady) return false;
   check(result, "asking for a snapshot of " + device.name());
-  return true;
+  return buffer.arrived = true;
 }
 
 std::unique_ptr<Copy::Buffer> Copy::Pool::take(size_t count) {
@@ -89,10 +91,10 @@ Copy::Copy(std::shared_ptr<Pool> pool, std::unique_ptr<Buffer> buffer, int count
 
 Copy::~Copy() { pool_->idle.push_back(std::move(buffer_)); }
 
-bool Copy::ready() { return arrived_ = arrived_ || pool_->has_arrived(*buffer_); }
+bool Copy::ready() { return pool_->has_arrived(*buffer_); }
 
 void Copy::wait() {
-  if (arrived_) return;
+  if (buffer_->arrived) return;
   CurrentContext current(pool_->device.context());
   AllowDuringCapture allow;
   const auto wait_for_event = [&] {
@@ -100,7 +102,7 @@ void Copy::wait() {
     return driver().event_wait(buffer_->event);
   };
   check(wait_for_event(), "waiting for a snapshot of " + pool_->device.name());
-  arrived_ = true;
+  buffer_->arrived = true;
 }
 
 const Row* Copy::rows() const { return buffer_->rows; }
@@ -156,15 +158,10 @@ bool Rows::note_capture(Handle stream) {
   return capturing;
 }
 
-std::unique_ptr<Copy> Rows::copy(int count, bool reset, Handle stream) {
-  if (note_capture(stream)) return nullptr;
-  const std::string doing = "taking a snapshot of " + device_.name();
-  CurrentContext current(device_.context());
-  row(std::max(count - 1, 0));
-  std::unique_ptr<Copy::Buffer> buffer = pool_->take(static_cast<size_t>(count));
-  // Scans on other streams come before the copy, and after the reset. A stream that is captured now
-  // has sent nothing to the device, and must not be joined. One that was destroyed meanwhile has
-  // done its work or will never say so: its errors are no reason to fail.
+// Makes the stream wait for scans on the others that were used, and returns those. A stream that is
+// captured now has sent nothing to the device, and must not be joined. One that was destroyed
+// meanwhile has done its work or will never say so: its errors are no reason to fail.
+std::vector<Handle> Rows::join_others(Handle stream, const std::string& doing) {
   std::vector<Handle> others;
   for (const Handle other : streams_)
     if (other != stream && !is_capturing(other)) others.push_back(other);
@@ -172,16 +169,27 @@ std::unique_ptr<Copy> Rows::copy(int count, bool reset, Handle stream) {
   for (const Handle other : others)
     if (driver().event_record(order_, other) == kSuccess)
       check(driver().stream_wait_event(stream, order_, 0), doing);
+  return others;
+}
+
+std::unique_ptr<Copy> Rows::copy(int count, bool reset, Handle stream) {
+  const std::string doing = "taking a snapshot of " + device_.name();
+  CurrentContext current(device_.context());
+  row(std::max(count - 1, 0));
+  std::unique_ptr<Copy> copy(new Copy(pool_, pool_->take(static_cast<size_t>(count)), count));
+  Copy::Buffer& buffer = *copy->buffer_;
+  const std::vector<Handle> others = join_others(stream, doing);
+  buffer.arrived = false;
   for (int begin = 0; begin < count; begin += kMany) {
     const size_t bytes = static_cast<size_t>(std::min(count - begin, kMany)) * sizeof(Row);
-    check(driver().copy_to_host(buffer->rows + begin, address(begin), bytes, stream), doing);
+    check(driver().copy_to_host(buffer.rows + begin, address(begin), bytes, stream), doing);
     if (reset) check(driver().set_bytes(address(begin), 0, bytes, stream), doing);
   }
-  check(driver().event_record(buffer->event, stream), doing);
-  for (const Handle other : others) driver().stream_wait_event(other, buffer->event, 0);
+  check(driver().event_record(buffer.event, stream), doing);
+  for (const Handle other : others) driver().stream_wait_event(other, buffer.event, 0);
   streams_.clear();
   latest_ = reinterpret_cast<Handle>(static_cast<intptr_t>(kNoStream));
-  return std::unique_ptr<Copy>(new Copy(pool_, std::move(buffer), count));
+  return copy;
 }
 
 }  // namespace nanscan::cuda

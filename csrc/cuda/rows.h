@@ -34,7 +34,6 @@ class Copy {
   std::shared_ptr<Pool> pool_;
   std::unique_ptr<Buffer> buffer_;
   const int count_;
-  bool arrived_ = false;
 };
 
 class Rows {
@@ -48,7 +47,8 @@ class Rows {
   uint32_t* tickets() const { return reinterpret_cast<uint32_t*>(chunks_.front()); }
   Row* row(int index);  // allocates where it must
 
-  // Before a launch into a row: scans of several streams are kept in order with copies.
+  // Before a launch into a row and, as a snapshot may be taken while the launch is made without the
+  // GIL, after it: scans of several streams are kept in order with copies.
   void use(Handle stream) {
     if (stream != latest_) use_another(stream);
   }
@@ -57,14 +57,15 @@ class Rows {
   bool note_capture(Handle stream);
   bool captured() const { return captured_; }
 
-  // Sends rows [0, count) to the host and, with `reset`, begins them anew. Null while the stream is
-  // being captured: then rows just go on.
+  // Sends rows [0, count) to the host and, with `reset`, begins them anew. Not while the stream is
+  // being captured.
   std::unique_ptr<Copy> copy(int count, bool reset, Handle stream);
 
  private:
   static constexpr int kMany = 16384;  // 2 MiB a chunk
 
   void use_another(Handle stream);
+  std::vector<Handle> join_others(Handle stream, const std::string& doing);
   DevicePointer address(int index) const {
     return chunks_[index / kMany] + static_cast<uint64_t>(index % kMany + 1) * sizeof(Row);
   }

@@ -375,7 +375,7 @@ struct Found {
   using Int = typename Format::Int;
   using Key = typename KeyOf<Format>::type;
 
-  Key max = Format::kLowest, min = Format::kHighest;  // of finite keys; so: there was none
+  Key max = Format::kLowest, min = Format::kHighest;  // of finite keys; none such: not finite
   Totals<kMoments> totals;
 
   __device__ __forceinline__ void add_key(Key key_max, Key key_min) {
@@ -412,7 +412,7 @@ struct Found {
   }
 
   __device__ __forceinline__ const Totals<kMoments>& result() {
-    if (max != Format::kLowest) {
+    if (Format::is_finite_key(static_cast<Int>(max))) {
       totals.max_key = order_key(Format::float64_bits(static_cast<Int>(max)));
       totals.min_key = ~order_key(Format::float64_bits(static_cast<Int>(min)));
     }
