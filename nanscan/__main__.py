@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import nanscan
-from nanscan import _C, _demo
+from nanscan import _C, _cuda, _demo
 from nanscan._monitor import Monitor, disable, enable
 
 _ACTIONS = ("warn", "raise", "log")
@@ -44,7 +44,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def info() -> str:
     """What bug reports need: versions, the build, and what is used here."""
-    toolkit = f"nvcc {_C.CUDA_TOOLKIT}" if _C.CUDA_TOOLKIT else "no nvcc"
     rows = [
         ("nanscan", nanscan.__version__),
         ("torch", torch.__version__),
@@ -52,9 +51,22 @@ def info() -> str:
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("CPU kernels", f"{_C.variant()} (this machine can run {', '.join(_C.variants())})"),
         ("threads", f"{torch.get_num_threads()}, torch's own"),
-        ("CUDA kernels", f"none, CPU only (built with {toolkit})"),
+        ("CUDA kernels", _kernels()),
+        *((f"cuda:{index}", _device(index)) for index in range(torch.cuda.device_count())),
     ]
     return "\n".join(f"{name:<14}{value}" for name, value in rows)
+
+
+def _kernels() -> str:
+    if not _cuda.FATBIN.exists():
+        return "source only: NVRTC compiles them when a device is first used"
+    return f"image for {_C.CUDA_ARCHITECTURES} by nvcc {_C.CUDA_TOOLKIT}, and source"
+
+
+def _device(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    name = f"{properties.name} ({properties.major}.{properties.minor})"
+    return f"{name}: " + ("kernels load" if _cuda.prepare(index) else _cuda.why_not(index))
 
 
 def _run(options: argparse.Namespace) -> int:

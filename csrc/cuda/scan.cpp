@@ -176,7 +176,7 @@ void ManyScans::add(const TensorView& view, Row* row) {
            static_cast<uint16_t>(dims_)};
   for (int d = 0; d < index.count; ++d) scan_.index[dims_++] = {index.size[d], index.weight[d]};
   scan_.blocks +=
-      blocks_for(divide_up(vectors_in(view), kLoads), device_.multiprocessors_ * kManyBlocksPerSm);
+      blocks_for(divide_up(vectors_in(view), kLoads), device_.multiprocessors_ * kWideBlocksPerSm);
 }
 
 void ManyScans::flush() {

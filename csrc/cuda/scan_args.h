@@ -11,7 +11,7 @@ constexpr int kLoads = 4;      // loads of 16 bytes in flight a thread
 // Blocks that fit a multiprocessor at a time: 48, 64 and 80 registers a thread.
 constexpr int kFlatBlocksPerSm = 5;
 constexpr int kStridedBlocksPerSm = 4;
-constexpr int kManyBlocksPerSm = 3;
+constexpr int kWideBlocksPerSm = 3;
 constexpr int kLoadBytes = 16;
 constexpr int kTileBytes = kThreads * kLoads * kLoadBytes;  // a block's share of one round
 

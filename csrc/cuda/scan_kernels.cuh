@@ -708,16 +708,16 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
     body;                                                                    \
   }
 
-#define NANSCAN_ENTRIES(suffix, dtype)                                              \
-  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatResident,                     \
-                (run_flat<FormatOf<DType::dtype>>(scan)))                           \
-  NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kStridedBlocksPerSm,         \
-                (scan_strided<FormatOf<DType::dtype>, false>(scan)))                \
-  NANSCAN_ENTRY(nanscan_strided_moments_##suffix, StridedScan, kStridedBlocksPerSm, \
+#define NANSCAN_ENTRIES(suffix, dtype)                                           \
+  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatResident,                  \
+                (run_flat<FormatOf<DType::dtype>>(scan)))                        \
+  NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kStridedBlocksPerSm,      \
+                (scan_strided<FormatOf<DType::dtype>, false>(scan)))             \
+  NANSCAN_ENTRY(nanscan_strided_moments_##suffix, StridedScan, kWideBlocksPerSm, \
                 (scan_strided<FormatOf<DType::dtype>, true>(scan)))
 
 NANSCAN_FORMATS(NANSCAN_ENTRIES)
-NANSCAN_ENTRY(nanscan_many, ManyScan, kManyBlocksPerSm, scan_many<false>(scan))
-NANSCAN_ENTRY(nanscan_many_moments, ManyScan, kManyBlocksPerSm, scan_many<true>(scan))
+NANSCAN_ENTRY(nanscan_many, ManyScan, kWideBlocksPerSm, scan_many<false>(scan))
+NANSCAN_ENTRY(nanscan_many_moments, ManyScan, kWideBlocksPerSm, scan_many<true>(scan))
 
 #endif  // NANSCAN_CUDA_SCAN_KERNELS_CUH_
