@@ -271,14 +271,10 @@ Status Table::scan_on_device(const TensorView& view, int index) {
   }
   cuda::Rows& rows = device_rows(view.device.id);
   void* const stream = stream_of(rows.device());
-  rows.use(stream);
-  Row* const target = rows.row(index);
-  uint32_t* const tickets = rows.tickets();
-  {
-    const ReleaseGil release;
-    rows.device().scan(view, /*moments=*/false, target, tickets, stream);
-  }
-  rows.use(stream);
+  const cuda::Target target{rows.row(index), rows.tickets(), stream, false, false};
+  const cuda::Rows::Launch launch(rows, stream);
+  const ReleaseGil release;
+  rows.device().scan(view, target);
   return kOk;
 }
 
@@ -317,16 +313,15 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
     if (waiting.empty()) return;
     cuda::Rows& rows = device_rows(waiting.front().first.device.id);
     void* const stream = stream_of(rows.device());
-    rows.use(stream);
-    cuda::ManyScans many(rows.device(), /*moments=*/false, rows.tickets(), stream);
+    cuda::ManyScans many(rows.device(), {nullptr, rows.tickets(), stream, false, false});
     std::vector<Row*> targets;
     for (const auto& [view, index] : waiting) targets.push_back(rows.row(index));
     {
+      const cuda::Rows::Launch launch(rows, stream);
       const ReleaseGil release;
       for (size_t i = 0; i < waiting.size(); ++i) many.add(waiting[i].first, targets[i]);
       many.flush();
     }
-    rows.use(stream);
     waiting.clear();
   };
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -367,6 +362,11 @@ bool Table::can_snapshot() {
     if (rows && rows->note_capture(stream_of(rows->device()))) return false;
   }
   return true;
+}
+
+void Table::abandon_devices() {
+  for (auto& rows : device_rows_) (void)rows.release();  // never freed: the driver knows no child
+  device_rows_.clear();
 }
 
 bool Table::captured() const {

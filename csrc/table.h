@@ -118,6 +118,9 @@ class Table {
   // Whether a step can be ended here: not while a CUDA graph records this thread's stream.
   bool can_snapshot();
 
+  // In a forked child: devices are its parent's alone.
+  void abandon_devices();
+
   bool on_device() const { return !device_rows_.empty(); }
 
   // Whether CUDA graphs may write into rows at any time.

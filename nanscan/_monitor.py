@@ -206,6 +206,11 @@ class Monitor:
         except RuntimeError:  # of the CUDA driver; what failed there is known already
             _logger.exception("nanscan: the last step could not be read")
 
+    def after_fork(self) -> None:
+        """In a child, which has no CUDA devices: rows there are its parent's alone."""
+        self._pending.clear()
+        self._table.core.abandon_devices()
+
     # -- steps -----------------------------------------------------------------------------------
 
     def _parameters_swept(self, scans: Scans) -> None:
@@ -430,6 +435,15 @@ def watch(model: nn.Module | None = None, **options: Any) -> Iterator[Monitor]:
         monitor.flush()
     finally:
         monitor.close()
+
+
+def _after_fork() -> None:
+    for monitor in _active:
+        monitor.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

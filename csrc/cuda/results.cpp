@@ -101,13 +101,14 @@ std::vector<std::unique_ptr<PendingScan>> PendingScan::start(const Device& devic
   };
   std::vector<Row*> rows;
   for (size_t i = 0; i < views.size(); ++i) rows.push_back(add());
+  const Target target{rows.front(), slots.tickets(), stream, moments, /*mirrored=*/true};
   const auto launch = [&] {
     const ReleaseGil release;
     if (views.size() == 1) {
-      device.scan(views.front(), moments, rows.front(), slots.tickets(), stream);
+      device.scan(views.front(), target);
       return;
     }
-    ManyScans many(device, moments, slots.tickets(), stream);
+    ManyScans many(device, target);
     for (size_t i = 0; i < views.size(); ++i) many.add(views[i], rows[i]);
     many.flush();
   };

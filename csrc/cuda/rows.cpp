@@ -7,8 +7,6 @@
 namespace nanscan::cuda {
 namespace {
 
-constexpr int kNoStream = -1;  // no stream has this address
-
 bool is_capturing(Handle stream) {
   int status = kCaptureNone;
   return driver().stream_is_capturing(stream, &status) == kSuccess && status != kCaptureNone;
@@ -107,10 +105,7 @@ void Copy::wait() {
 
 const Row* Copy::rows() const { return buffer_->rows; }
 
-Rows::Rows(const Device& device)
-    : device_(device),
-      pool_(std::make_shared<Copy::Pool>(device)),
-      latest_(reinterpret_cast<Handle>(static_cast<intptr_t>(kNoStream))) {
+Rows::Rows(const Device& device) : device_(device), pool_(std::make_shared<Copy::Pool>(device)) {
   row(0);
 }
 
@@ -143,11 +138,17 @@ Row* Rows::row(int index) {
   return reinterpret_cast<Row*>(address(index));
 }
 
-void Rows::use_another(Handle stream) {
-  note_capture(stream);
-  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end())
-    streams_.push_back(stream);
-  latest_ = stream;
+Rows::Use& Rows::use_of(Handle stream) {
+  if (!uses_.empty() && uses_.back().stream == stream) return uses_.back();
+  const auto found = std::find_if(uses_.begin(), uses_.end(),
+                                  [&](const Use& use) { return use.stream == stream; });
+  if (found == uses_.end()) {
+    note_capture(stream);
+    uses_.push_back({stream, 0});
+  } else {
+    std::swap(*found, uses_.back());
+  }
+  return uses_.back();
 }
 
 bool Rows::note_capture(Handle stream) {
@@ -163,8 +164,8 @@ bool Rows::note_capture(Handle stream) {
 // meanwhile has done its work or will never say so: its errors are no reason to fail.
 std::vector<Handle> Rows::join_others(Handle stream, const std::string& doing) {
   std::vector<Handle> others;
-  for (const Handle other : streams_)
-    if (other != stream && !is_capturing(other)) others.push_back(other);
+  for (const Use& use : uses_)
+    if (use.stream != stream && !is_capturing(use.stream)) others.push_back(use.stream);
   if (!order_ && !others.empty()) check(driver().event_create(&order_, kEventNoTiming), doing);
   for (const Handle other : others)
     if (driver().event_record(order_, other) == kSuccess)
@@ -187,8 +188,9 @@ std::unique_ptr<Copy> Rows::copy(int count, bool reset, Handle stream) {
   }
   check(driver().event_record(buffer.event, stream), doing);
   for (const Handle other : others) driver().stream_wait_event(other, buffer.event, 0);
-  streams_.clear();
-  latest_ = reinterpret_cast<Handle>(static_cast<intptr_t>(kNoStream));
+  uses_.erase(
+      std::remove_if(uses_.begin(), uses_.end(), [](const Use& use) { return use.under_way == 0; }),
+      uses_.end());
   return copy;
 }
 

@@ -47,11 +47,21 @@ class Rows {
   uint32_t* tickets() const { return reinterpret_cast<uint32_t*>(chunks_.front()); }
   Row* row(int index);  // allocates where it must
 
-  // Before a launch into a row and, as a snapshot may be taken while the launch is made without the
-  // GIL, after it: scans of several streams are kept in order with copies.
-  void use(Handle stream) {
-    if (stream != latest_) use_another(stream);
-  }
+  // Lasts while a launch into rows is made, which happens without the GIL: scans on several streams
+  // are kept in order with copies, and another thread may take one meanwhile.
+  class Launch {
+   public:
+    Launch(Rows& rows, Handle stream) : rows_(rows), stream_(stream) {
+      ++rows_.use_of(stream_).under_way;
+    }
+    ~Launch() { --rows_.use_of(stream_).under_way; }
+    Launch(const Launch&) = delete;
+    Launch& operator=(const Launch&) = delete;
+
+   private:
+    Rows& rows_;
+    const Handle stream_;
+  };
 
   // Notes whether a CUDA graph records what goes to the stream: its replays will write into rows.
   bool note_capture(Handle stream);
@@ -64,7 +74,12 @@ class Rows {
  private:
   static constexpr int kMany = 16384;  // 2 MiB a chunk
 
-  void use_another(Handle stream);
+  struct Use {
+    Handle stream;
+    int under_way;  // launches
+  };
+
+  Use& use_of(Handle stream);
   std::vector<Handle> join_others(Handle stream, const std::string& doing);
   DevicePointer address(int index) const {
     return chunks_[index / kMany] + static_cast<uint64_t>(index % kMany + 1) * sizeof(Row);
@@ -74,9 +89,8 @@ class Rows {
   std::vector<DevicePointer> chunks_;  // each begins with a row that is none: the first one's holds
                                        // the last ticket
   std::shared_ptr<Copy::Pool> pool_;
-  Handle latest_;
-  std::vector<Handle> streams_;  // used since the last reset, the latest among them
-  Handle order_ = nullptr;       // event; made when a second stream is used
+  std::vector<Use> uses_;   // since the last copy; the latest is the last
+  Handle order_ = nullptr;  // event; made when a second stream is used
   bool captured_ = false;
 };
 

@@ -134,26 +134,33 @@ void Device::launch(Handle function, unsigned blocks, void* arguments, Handle st
   if (result != kSuccess) check(result, "launching a scan on " + name());
 }
 
-void Device::scan(const TensorView& view, bool moments, Row* row, uint32_t* tickets,
-                  Handle stream) const {
+void Device::scan(const TensorView& view, Target target) const {
   MemoryLayout layout;
   plan_layout(view, layout);
   const int dtype = static_cast<int>(view.dtype);
-  if (layout.row_major_flat && !moments) {
-    FlatScan scan{view.data, view.elements, row, tickets};
+  if (layout.row_major_flat && !target.moments) {
+    FlatScan scan{view.data, view.elements, target.row, target.tickets, target.mirrored};
     launch(flat_[dtype], blocks_for(vectors_in(view), multiprocessors_ * kFlatBlocksPerSm), &scan,
-           stream);
+           target.stream);
     return;
   }
   StridedScan scan = plan_strided(view, layout);
-  scan.row = row;
-  scan.tickets = tickets;
-  launch(strided_[dtype][moments],
-         blocks_for(scan.units * scan.lanes, multiprocessors_ * kStridedBlocksPerSm), &scan,
-         stream);
+  scan.row = target.row;
+  scan.tickets = target.tickets;
+  scan.mirrored = target.mirrored;
+  launch(strided_[dtype][target.moments],
+         blocks_for(scan.units * scan.lanes, multiprocessors_ * kOtherBlocksPerSm), &scan,
+         target.stream);
 }
 
 bool is_aligned(const TensorView& view) { return address(view) % item_size(view.dtype) == 0; }
+
+ManyScans::ManyScans(const Device& device, const Target& target)
+    : device_(device), target_(target) {
+  scan_.tensors = scan_.blocks = 0;
+  scan_.tickets = target.tickets;
+  scan_.mirrored = target.mirrored;
+}
 
 void ManyScans::add(const TensorView& view, Row* row) {
   MemoryLayout layout;
@@ -162,7 +169,8 @@ void ManyScans::add(const TensorView& view, Row* row) {
   index.count = 0;
   if (!layout.row_major_flat) plan_index(view, index);
   if (!is_flat(layout) || index.count > kManyDims) {
-    device_.scan(view, moments_, row, scan_.tickets, stream_);
+    target_.row = row;
+    device_.scan(view, target_);
     return;
   }
   if (scan_.tensors == kManyTensors || dims_ + index.count > kManyDims) flush();
@@ -176,13 +184,13 @@ void ManyScans::add(const TensorView& view, Row* row) {
            static_cast<uint16_t>(dims_)};
   for (int d = 0; d < index.count; ++d) scan_.index[dims_++] = {index.size[d], index.weight[d]};
   scan_.blocks +=
-      blocks_for(divide_up(vectors_in(view), kLoads), device_.multiprocessors_ * kWideBlocksPerSm);
+      blocks_for(divide_up(vectors_in(view), kLoads), device_.multiprocessors_ * kOtherBlocksPerSm);
 }
 
 void ManyScans::flush() {
   if (scan_.tensors == 0) return;
   const unsigned blocks = scan_.blocks;
-  device_.launch(device_.many_[moments_], blocks, &scan_, stream_);
+  device_.launch(device_.many_[target_.moments], blocks, &scan_, target_.stream);
   scan_.tensors = scan_.blocks = dims_ = 0;
 }
 

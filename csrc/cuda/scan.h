@@ -11,6 +11,15 @@
 
 namespace nanscan::cuda {
 
+// Where a scan goes.
+struct Target {
+  Row* row;
+  uint32_t* tickets;
+  Handle stream;
+  bool moments;
+  bool mirrored;  // the row has a mirror
+};
+
 class Device {
  public:
   // The device once its kernels are loaded, else null. Needs the GIL, as prepare and refuse do.
@@ -28,7 +37,7 @@ class Device {
   std::string name() const { return "cuda:" + std::to_string(ordinal_); }
 
   // One launch on the stream that merges a scan of the view into a row of this device.
-  void scan(const TensorView& view, bool moments, Row* row, uint32_t* tickets, Handle stream) const;
+  void scan(const TensorView& view, Target target) const;
 
  private:
   friend class ManyScans;
@@ -49,19 +58,14 @@ bool is_aligned(const TensorView& view);
 // `flush`.
 class ManyScans {
  public:
-  ManyScans(const Device& device, bool moments, uint32_t* tickets, Handle stream)
-      : device_(device), moments_(moments), stream_(stream) {
-    scan_.tensors = scan_.blocks = 0;
-    scan_.tickets = tickets;
-  }
+  ManyScans(const Device& device, const Target& target);  // but for its row
 
   void add(const TensorView& view, Row* row);  // may launch what was collected before
   void flush();
 
  private:
   const Device& device_;
-  const bool moments_;
-  const Handle stream_;
+  Target target_;
   uint32_t dims_ = 0;
   ManyScan scan_;
 };

@@ -8,10 +8,9 @@ namespace nanscan::cuda {
 
 constexpr int kThreads = 256;  // a block
 constexpr int kLoads = 4;      // loads of 16 bytes in flight a thread
-// Blocks that fit a multiprocessor at a time: 48, 64 and 80 registers a thread.
+// Blocks that fit a multiprocessor at a time: 48 and 80 registers a thread.
 constexpr int kFlatBlocksPerSm = 5;
-constexpr int kStridedBlocksPerSm = 4;
-constexpr int kWideBlocksPerSm = 3;
+constexpr int kOtherBlocksPerSm = 3;
 constexpr int kLoadBytes = 16;
 constexpr int kTileBytes = kThreads * kLoads * kLoadBytes;  // a block's share of one round
 
@@ -36,6 +35,7 @@ struct FlatScan {
   uint64_t count;  // elements, at least 1
   Row* row;
   uint32_t* tickets;  // the last ticket taken on this device
+  uint32_t mirrored;  // the row has a mirror
 };
 
 // Runs of `run` elements, `run_stride` apart, at the odometer of `outer`. A unit of work is a piece
@@ -52,6 +52,7 @@ struct StridedScan {
   uint64_t elements;
   Row* row;
   uint32_t* tickets;
+  uint32_t mirrored;
   uint32_t lanes;  // a power of two, at most 32
   uint32_t vectors;
   uint32_t outer_count;
@@ -74,6 +75,7 @@ struct ManyEntry {
 struct ManyScan {
   uint32_t tensors;
   uint32_t blocks;
+  uint32_t mirrored;  // every row has a mirror
   uint32_t* tickets;
   ManyEntry entry[kManyTensors];
   IndexDim index[kManyDims];

@@ -428,6 +428,7 @@ struct Call {
   uint32_t* tickets;
   uint64_t elements, repeat;
   uint32_t block, blocks;  // of this tensor
+  bool mirrored;
 };
 
 // The result goes to the host, and the row begins anew.
@@ -435,11 +436,11 @@ __device__ inline void send_to_mirror(Row* row) {
   volatile uint64_t* mirror = reinterpret_cast<volatile uint64_t*>(row->mirror);
   const uint64_t* source = reinterpret_cast<const uint64_t*>(row);
   for (int i = 0; i < kResultWords; ++i) mirror[i] = source[i];
-  __threadfence_system();
-  mirror[kArrivedWord] = 1;
   Row empty{};
   empty.mirror = row->mirror;
   *row = empty;
+  __threadfence_system();  // before the host may use the row again, on any stream
+  mirror[kArrivedWord] = 1;
 }
 
 // By one thread, once a scan, after all its blocks. `first_bad` is of this call.
@@ -456,7 +457,6 @@ __device__ inline void conclude(Row* row, uint32_t* tickets, uint64_t first_bad,
 template <bool kMoments>
 __device__ inline void publish(const Totals<kMoments>& found, const Call& call) {
   Row* row = call.row;
-  const bool mirrored = row->mirror != 0;
   if (found.max_key) {
     atomic_max(&row->max_key, found.max_key);
     atomic_max(&row->min_key, found.min_key);
@@ -479,9 +479,13 @@ __device__ inline void publish(const Totals<kMoments>& found, const Call& call) 
   uint64_t change = ~uint64_t{0} << 32;  // one block less
   if (call.block == 0) change += static_cast<uint64_t>(call.blocks) << 32 | 1;
   uint64_t first_bad = found.first;
+  if (call.blocks == 1 && !first_bad && !call.mirrored) {
+    atomic_add(calls_and_pending, change);
+    return;
+  }
   if (call.blocks > 1) {
     if (first_bad) atomic_max(&row->call_first_bad, first_bad);
-    if (first_bad || mirrored) __threadfence();  // before this block is counted out
+    if (first_bad || call.mirrored) __threadfence();  // before this block is counted out
   }
   const uint64_t after = atomic_add(calls_and_pending, change) + change;
   if (after >> 32 != 0) return;
@@ -491,7 +495,7 @@ __device__ inline void publish(const Totals<kMoments>& found, const Call& call) 
     if (first_bad) row->call_first_bad = 0;
   }
   conclude(row, call.tickets, first_bad, static_cast<uint32_t>(after));
-  if (!mirrored) return;
+  if (!call.mirrored) return;
   __threadfence();
   send_to_mirror(row);
 }
@@ -608,7 +612,7 @@ __device__ __forceinline__ Totals<kMoments> scan_flat(const void* data, uint64_t
 
 template <typename Format>
 __device__ __forceinline__ void run_flat(const FlatScan& scan) {
-  const Call call{scan.row, scan.tickets, scan.count, 1, blockIdx.x, gridDim.x};
+  const Call call{scan.row, scan.tickets, scan.count, 1, blockIdx.x, gridDim.x, scan.mirrored != 0};
   finish(scan_flat<Format, false>(scan.data, scan.count, SameIndex{}, call), call);
 }
 
@@ -618,7 +622,8 @@ template <typename Format, bool kMoments>
 __device__ __forceinline__ void scan_strided(const StridedScan& scan) {
   using Int = typename Format::Int;
   constexpr uint32_t kPerVector = kLoadBytes / sizeof(Int);
-  const Call call{scan.row, scan.tickets, scan.elements, scan.repeat, blockIdx.x, gridDim.x};
+  const Call call{scan.row,   scan.tickets, scan.elements,     scan.repeat,
+                  blockIdx.x, gridDim.x,    scan.mirrored != 0};
   const MappedIndex index{scan.index, scan.index_count};
   Lanes<Format> lanes;
   Found<Format, kMoments> found;
@@ -681,7 +686,8 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
                   entry.count,
                   1,
                   blockIdx.x - entry.first_block,
-                  end - entry.first_block};
+                  end - entry.first_block,
+                  scan.mirrored != 0};
   const MappedIndex index{scan.index + entry.index_begin, entry.index_count};
   Totals<kMoments> found;
   switch (entry.dtype) {
@@ -708,16 +714,16 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
     body;                                                                    \
   }
 
-#define NANSCAN_ENTRIES(suffix, dtype)                                           \
-  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatResident,                  \
-                (run_flat<FormatOf<DType::dtype>>(scan)))                        \
-  NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kStridedBlocksPerSm,      \
-                (scan_strided<FormatOf<DType::dtype>, false>(scan)))             \
-  NANSCAN_ENTRY(nanscan_strided_moments_##suffix, StridedScan, kWideBlocksPerSm, \
+#define NANSCAN_ENTRIES(suffix, dtype)                                            \
+  NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatResident,                   \
+                (run_flat<FormatOf<DType::dtype>>(scan)))                         \
+  NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kOtherBlocksPerSm,         \
+                (scan_strided<FormatOf<DType::dtype>, false>(scan)))              \
+  NANSCAN_ENTRY(nanscan_strided_moments_##suffix, StridedScan, kOtherBlocksPerSm, \
                 (scan_strided<FormatOf<DType::dtype>, true>(scan)))
 
 NANSCAN_FORMATS(NANSCAN_ENTRIES)
-NANSCAN_ENTRY(nanscan_many, ManyScan, kWideBlocksPerSm, scan_many<false>(scan))
-NANSCAN_ENTRY(nanscan_many_moments, ManyScan, kWideBlocksPerSm, scan_many<true>(scan))
+NANSCAN_ENTRY(nanscan_many, ManyScan, kOtherBlocksPerSm, scan_many<false>(scan))
+NANSCAN_ENTRY(nanscan_many_moments, ManyScan, kOtherBlocksPerSm, scan_many<true>(scan))
 
 #endif  // NANSCAN_CUDA_SCAN_KERNELS_CUH_
