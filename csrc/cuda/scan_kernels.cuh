@@ -62,6 +62,15 @@ __device__ __forceinline__ void atomic_max(uint64_t* p, uint64_t value) {
   atomicMax(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(value));
 }
 
+// Whether the row went bad in an earlier scan. Other blocks, or streams, may be setting it.
+__device__ __forceinline__ bool has_ticket(const Row* row) {
+#ifdef __CUDA_ARCH__
+  return *static_cast<const volatile uint32_t*>(&row->ticket) != 0;
+#else
+  return __atomic_load_n(&row->ticket, __ATOMIC_RELAXED) != 0;
+#endif
+}
+
 template <typename To, typename From>
 __device__ __forceinline__ To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
@@ -383,10 +392,9 @@ struct Found {
     min = key_min < min ? key_min : min;
   }
 
-  // `wants_first`: the index of a non-finite element matters, and is worth its cost.
   template <typename Index>
   __device__ __forceinline__ void element(Int bits, uint64_t place, const Index& index,
-                                          bool wants_first) {
+                                          const Row* row) {
     const Int key = Format::key(bits);
     if (!Format::is_finite_key(key)) {
       const bool positive = Format::kHasInf && key == Format::kPosInf;
@@ -394,7 +402,7 @@ struct Found {
       totals.posinf += positive;
       totals.neginf += negative;
       totals.nan += !positive && !negative;
-      if (wants_first) {
+      if (Index::kFree || !has_ticket(row)) {  // else the index is not wanted, and costs divisions
         const uint64_t complement = ~index(place);
         totals.first = complement > totals.first ? complement : totals.first;
       }
@@ -445,7 +453,7 @@ __device__ inline void send_to_mirror(Row* row) {
 
 // By one thread, once a scan, after all its blocks. `first_bad` is of this call.
 __device__ inline void conclude(Row* row, uint32_t* tickets, uint64_t first_bad, uint32_t calls) {
-  if (first_bad == 0 || row->ticket != 0) return;
+  if (first_bad == 0 || has_ticket(row)) return;
   uint32_t ticket = atomicAdd(tickets, 1u) + 1;
   if (ticket == 0) ticket = atomicAdd(tickets, 1u) + 1;  // 0 means "none", also after 2^32 of them
   if (atomicCAS(&row->ticket, 0u, ticket) != 0) return;  // another stream scans into it, too
@@ -556,14 +564,13 @@ __device__ __forceinline__ void scan_vectors(const uint4* p, uint64_t step, int 
       return;
     }
   }
-  // Element by element, from L1, in little code: unrolled, it would be most of the compile time.
-  const bool wants_first = Index::kFree || row->ticket == 0;
+// Element by element, from L1, in little code: unrolled, it would be most of the compile time.
 #pragma unroll 1
   for (; valid > 0; --valid, p += step) {
     const Int* const elements = reinterpret_cast<const Int*>(p);
 #pragma unroll 1
     for (int i = 0; i < kLoadBytes / static_cast<int>(sizeof(Int)); ++i)
-      found.element(elements[i], run.place_of(elements + i), index, wants_first);
+      found.element(elements[i], run.place_of(elements + i), index, row);
   }
 }
 
@@ -604,7 +611,7 @@ __device__ __forceinline__ Totals<kMoments> scan_flat(const void* data, uint64_t
     uint64_t place = count;
     if (threadIdx.x < head) place = threadIdx.x;
     if (threadIdx.x >= 32) place = behind + threadIdx.x - 32;
-    if (place < count) found.element(run.elements[place], place, index, true);
+    if (place < count) found.element(run.elements[place], place, index, call.row);
   }
   found.add_key(lanes.max_key(), lanes.min_key());
   return found.result();
@@ -643,12 +650,11 @@ __device__ __forceinline__ void scan_strided(const StridedScan& scan) {
     const Run<Format> run{static_cast<const Int*>(scan.data) + offset, place};
     uint64_t begin = piece * kLoads * scan.lanes;
     if (!scan.vectors) {
-      const bool wants_first = scan.row->ticket == 0;
       for (uint32_t j = 0; j < kLoads; ++j) {
         const uint64_t i = begin + j * scan.lanes + lane;
         if (i >= scan.run) break;
         found.element(run.elements[static_cast<int64_t>(i) * scan.run_stride], place + i, index,
-                      wants_first);
+                      scan.row);
       }
       continue;
     }
@@ -661,7 +667,7 @@ __device__ __forceinline__ void scan_strided(const StridedScan& scan) {
     // The end of the run, less than a vector, counts as one more and falls to whose turn it is.
     if (valid == kLoads || begin + valid * scan.lanes + lane != whole) continue;
     for (uint64_t i = whole * kPerVector; i < scan.run; ++i)
-      found.element(run.elements[i], place + i, index, true);
+      found.element(run.elements[i], place + i, index, scan.row);
   }
   found.add_key(lanes.max_key(), lanes.min_key());
   finish(found.result(), call);
