@@ -20,6 +20,10 @@ ROOT = Path(__file__).parent.resolve()
 class CMakeBuild(build_ext):
     """Builds csrc/ in build/, which stays, so that editable installs are incremental."""
 
+    def run(self) -> None:
+        self.in_place = self.inplace  # which is off while the parts are built
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         cuda = os.environ.get("NANSCAN_CUDA", "auto")
         if cuda not in ("auto", "0", "1"):
@@ -39,8 +43,7 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(build / target.name, target)
-        in_place = self.inplace or self.editable_mode
-        ship_kernels(build, (ROOT / "nanscan" if in_place else target.parent) / "kernels")
+        ship_kernels(build, (ROOT / "nanscan" if self.in_place else target.parent) / "kernels")
 
 
 def ship_kernels(build: Path, kernels: Path) -> None:

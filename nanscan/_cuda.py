@@ -14,8 +14,9 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from nanscan import _C
 
@@ -31,6 +32,7 @@ _STANDARD = {
     "cstddef": "",
 }
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
+_OLDEST = 70  # first with __grid_constant__ and L1::no_allocate
 
 _logger = logging.getLogger("nanscan")
 _lock = threading.Lock()
@@ -41,8 +43,8 @@ def prepare(ordinal: int) -> bool:
     """Loads the kernels on a CUDA device, once. Safe in a CUDA graph's capture.
 
     Returns:
-        Whether the device has them. If not, the reason is logged, once, and its tensors go through
-        plain torch from then on.
+        Whether the device has them. If not, the reason is logged, once, and from then on its
+        tensors are scanned on the host.
 
     Synchronization: waits for a stream of its own, at the first call for a device.
     """
@@ -53,7 +55,7 @@ def prepare(ordinal: int) -> bool:
             return False
         try:
             _load(ordinal)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, AttributeError) as error:  # the last: a very old NVRTC
             _failures[ordinal] = str(error)
             _C.cuda_refuse(ordinal)
             _logger.warning(
@@ -73,13 +75,14 @@ def why_not(ordinal: int) -> str:
 
 def _load(ordinal: int) -> None:
     capability = _C.cuda_capability(ordinal)
-    if FATBIN.exists():
-        try:
-            _C.cuda_prepare(ordinal, FATBIN.read_bytes())
-        except RuntimeError as error:  # made by a newer toolkit than the driver, or for other chips
-            _logger.info("nanscan: compiling the kernels, the shipped ones do not fit: %s", error)
-        else:
-            return
+    try:
+        _C.cuda_prepare(ordinal, FATBIN.read_bytes())
+    except FileNotFoundError:  # built without nvcc
+        pass
+    except (RuntimeError, OSError) as error:  # of a newer toolkit than the driver, for other chips
+        _logger.info("nanscan: compiling the kernels, the shipped ones do not fit: %s", error)
+    else:
+        return
     compiler = Nvrtc()
     architecture = compiler.architecture(capability)
     key = cache_key(compiler.version, architecture)
@@ -111,7 +114,8 @@ def cache_folder() -> Path:
 
 def cache_key(version: tuple[int, int], architecture: str) -> str:
     """Names an image by all that it depends on."""
-    parts = [*map(source, (_MAIN, *_HEADERS)), *_OPTIONS, str(version), architecture]
+    sources = [*map(source, (_MAIN, *_HEADERS)), *_STANDARD.values()]
+    parts = [*sources, *_OPTIONS, str(version), architecture]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -136,9 +140,8 @@ def write_cache(key: str, image: bytes) -> None:
                 file.write(hashlib.sha256(image).digest() + image)
                 file.close()
                 temporary.replace(folder / f"{key}.bin")
-            except OSError:
+            finally:
                 temporary.unlink(missing_ok=True)
-                raise
     except (OSError, RuntimeError) as error:
         _logger.info("nanscan: compiled kernels are not kept: %s", error)
 
@@ -177,11 +180,14 @@ class Nvrtc:
     def architecture(self, capability: tuple[int, int]) -> str:
         """For a device: its own architecture, or a virtual one that the driver compiles further."""
         wanted = 10 * capability[0] + capability[1]
-        older = [known for known in self.architectures() if known <= wanted]
+        usable = [known for known in self.architectures() if known >= _OLDEST]
+        older = [known for known in usable if known <= wanted]
         if not older:
+            major, minor = divmod(usable[0], 10)
             raise RuntimeError(
-                f"nanscan: NVRTC {self.version[0]}.{self.version[1]} cannot compile for compute "
-                f"capability {capability[0]}.{capability[1]}"
+                f"nanscan: expected compute capability {major}.{minor} or later, the oldest that "
+                f"the kernels and NVRTC {self.version[0]}.{self.version[1]} know, got "
+                f"{capability[0]}.{capability[1]}"
             )
         return f"sm_{wanted}" if older[-1] == wanted else f"compute_{older[-1]}"
 
@@ -228,9 +234,10 @@ def _load_library() -> ctypes.CDLL:
     reasons = []
     for path in _candidates():
         try:
-            # NVRTC opens this one by its bare name, which works only once it is loaded.
-            for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")):
-                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            if path.is_absolute():
+                # NVRTC opens this one by its bare name, which works only once it is loaded.
+                for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")):
+                    ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(path))
         except OSError as error:  # noqa: PERF203 - a few paths, once
             reasons.append(str(error))
@@ -240,12 +247,21 @@ def _load_library() -> ctypes.CDLL:
     )
 
 
-def _candidates() -> Iterator[Path]:
+def _candidates() -> list[Path]:
     """Where NVRTC may be: beside torch in its wheels, in a toolkit, or where the loader looks."""
-    for folder in map(Path, sys.path):
-        for pattern in ("nvidia/cu*/lib/libnvrtc.so.*", "nvidia/cuda_nvrtc/lib/libnvrtc.so.*"):
-            yield from sorted(folder.glob(pattern), reverse=True)
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if home := os.environ.get(variable):
-            yield from sorted(Path(home).glob("lib64/libnvrtc.so*"))
-    yield from (Path(f"libnvrtc.so.{major}") for major in (13, 12))
+    # Of wheels: nvidia/cu13 from CUDA 13 on, nvidia/cuda_nvrtc before.
+    places = [(Path(folder).absolute(), "nvidia/cu*/lib") for folder in sys.path]
+    places += [
+        (Path(home), "lib64")
+        for variable in ("CUDA_HOME", "CUDA_PATH")
+        if (home := os.environ.get(variable))
+    ]
+    found = [
+        path
+        for folder, pattern in places
+        for path in sorted(folder.glob(f"{pattern}/libnvrtc.so.*"), reverse=True)
+    ]
+    found += [Path(f"libnvrtc.so.{major}") for major in (13, 12)]
+    # The driver is known to take what comes from the CUDA that torch was built for.
+    own = f".so.{(torch.version.cuda or '13').split('.')[0]}"
+    return sorted(found, key=lambda path: own not in path.name)

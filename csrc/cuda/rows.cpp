@@ -153,7 +153,6 @@ Rows::Use& Rows::use_of(Handle stream) {
 
 bool Rows::note_capture(Handle stream) {
   CurrentContext current(device_.context());
-  int status = kCaptureNone;
   const bool capturing = is_capturing(stream);
   captured_ |= capturing;
   return capturing;
