@@ -346,11 +346,12 @@ void define_cuda(py::module_& m) {
 
 void define_calls(py::module_& m) {
   py::class_<Calls>(m, "Calls")
-      .def(py::init([](Table& table, py::handle slow, bool inputs, bool outputs, bool late) {
-             return std::make_unique<Calls>(table, slow.ptr(), inputs, outputs, late);
+      .def(py::init([](Table& table, py::handle slow, bool inputs, bool outputs, bool late,
+                       bool gradients) {
+             return std::make_unique<Calls>(table, slow.ptr(), inputs, outputs, late, gradients);
            }),
            py::arg("table"), py::arg("slow"), py::arg("inputs"), py::arg("outputs"),
-           py::arg("late_keywords"), py::keep_alive<1, 2>())
+           py::arg("late_keywords"), py::arg("gradients"), py::keep_alive<1, 2>())
       .def("add",
            [](Calls& calls, uintptr_t module, py::handle place, bool outermost) {
              calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost);
@@ -358,6 +359,8 @@ void define_calls(py::module_& m) {
       .def("remove", [](Calls& calls,
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
       .def("forget_running", &Calls::forget_running)
+      .def("set_active", &Calls::set_active)
+      .def_property_readonly("recomputing", &Calls::recomputing)
       .def_property_readonly("running",
                              [](Calls& calls) {
                                PyObject* place = calls.running();

@@ -17,7 +17,8 @@ namespace nanscan {
 class Calls {
  public:
   // `slow` is borrowed: it owns this object. `table` must outlive it too.
-  Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_keywords);
+  Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_keywords,
+        bool gradients);
   ~Calls();
   Calls(const Calls&) = delete;
   Calls& operator=(const Calls&) = delete;
@@ -29,6 +30,12 @@ class Calls {
 
   // The innermost place that runs in this thread; null if none. Borrowed.
   PyObject* running();
+
+  // Whether what runs in this thread repeats a forward, for a checkpoint.
+  bool recomputing() { return stack().recomputing; }
+
+  // While not active, calls are followed but nothing is scanned.
+  void set_active(bool active) { active_ = active; }
 
   // The bodies of the two hooks. False: a Python error is set.
   bool before(PyObject* module, PyObject* args, PyObject* kwargs);
@@ -51,9 +58,12 @@ class Calls {
     int references = 1;  // of the map and of the stacks; counted under the GIL
     bool called = false;
     int output_row = -1;
+    int recomputed_row = -1;
     std::vector<Argument> arguments;
   };
-  using Stack = std::vector<Module*>;
+  struct Stack : std::vector<Module*> {
+    bool recomputing = false;  // its lowest module was called from within a backward
+  };
 
   static Module* acquire(Module* module) {
     ++module->references;
@@ -64,19 +74,23 @@ class Calls {
   bool find_or_ask(PyObject* module, Module*& entry);
   bool is_suspicious(Module* entry);
   bool drop_interrupted();
+  bool note_recomputing();
   Stack& stack();
   bool visit_inputs(Module& module, PyObject* args);
   bool visit_keywords(Module& module, PyObject* kwargs);
   bool visit_output(Module& module, PyObject* output);
+  bool watch_gradient(Module& module, PyObject* output);
 
   Table& table_;
   PyObject* slow_;
-  const bool inputs_, outputs_, late_keywords_;
+  const bool inputs_, outputs_, late_keywords_, gradients_;
+  bool active_ = true;
   const uint64_t serial_;  // never used twice, unlike an address
   std::unordered_map<const void*, Module*> modules_;
   std::unordered_map<unsigned long, Stack> stacks_;  // by thread; entries are never erased
   PyObject *name_unknown_, *name_is_running_, *name_first_call_, *name_input_, *name_keywords_,
-      *name_output_, *name_forward_ended_;
+      *name_output_, *name_gradient_, *name_is_recomputing_, *name_requires_grad_,
+      *name_forward_ended_;
 };
 
 }  // namespace nanscan

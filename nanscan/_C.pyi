@@ -88,11 +88,21 @@ class Calls:
     """The hooks of module calls; `slow` is nanscan._hooks.Hooks and must outlive it."""
 
     def __init__(
-        self, table: Table, slow: Any, *, inputs: bool, outputs: bool, late_keywords: bool
+        self,
+        table: Table,
+        slow: Any,
+        *,
+        inputs: bool,
+        outputs: bool,
+        late_keywords: bool,
+        gradients: bool,
     ) -> None: ...
     def add(self, module: int, place: object, outermost: bool) -> None: ...  # by id
     def remove(self, module: int) -> None: ...
     def forget_running(self) -> None: ...
+    def set_active(self, active: bool) -> None: ...  # else calls are followed, and nothing scanned
+    @property
+    def recomputing(self) -> bool: ...  # what runs in this thread repeats a forward
     @property
     def running(self) -> Any: ...  # innermost place running in this thread, or None
 

@@ -2,7 +2,7 @@
 
 from nanscan._errors import NonFiniteError, NonFiniteWarning
 from nanscan._judge import Cause, Finding
-from nanscan._monitor import Monitor, disable, enable, watch
+from nanscan._monitor import Monitor, disable, enable, probe, watch
 from nanscan._scan import ScanResult, assert_finite, check, check_many
 from nanscan._sites import Site
 
@@ -21,5 +21,6 @@ __all__ = [
     "check_many",
     "disable",
     "enable",
+    "probe",
     "watch",
 ]

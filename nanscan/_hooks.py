@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
@@ -31,9 +32,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from nanscan import _C, _reference
+from nanscan import _C, _patches, _reference
 from nanscan._scan import prepare, scan_anywhere
-from nanscan._sites import ModulePlace, Node, ParameterPlace, Registry
+from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
 from nanscan._table import Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason
 
@@ -59,6 +60,7 @@ class Hooks:
         on_sweep: called with scans of the parameters of a model, before it first runs.
         on_forward: called after an outermost module call, with its place.
         on_step: called after an optimizer step, with the optimizer.
+        on_skip: called when a GradScaler skipped an optimizer's step, with both.
     """
 
     def __init__(  # noqa: PLR0913 - wiring, in one place
@@ -70,6 +72,7 @@ class Hooks:
         on_sweep: Callable[[Scans], None],
         on_forward: Callable[[ModulePlace], None],
         on_step: Callable[[Optimizer], None],
+        on_skip: Callable[[Optimizer, GradScaler], None],
     ) -> None:
         self._registry = registry
         self._table = table
@@ -81,6 +84,7 @@ class Hooks:
             inputs="input" in kinds,
             outputs="output" in kinds,
             late_keywords=not registry.only,
+            gradients="grad_output" in kinds,
         )
         self._before = self._calls.before
         self._after = self._calls.after
@@ -89,10 +93,13 @@ class Hooks:
         self._on_sweep = on_sweep
         self._on_forward = on_forward
         self._on_step = on_step
+        self._on_skip = on_skip
         self._handles: list[RemovableHandle] = []
         self._step_handle: RemovableHandle | None = None
         self._plans: dict[int, _Plan] = {}  # by id(optimizer)
+        self._buffers: dict[SinglePlace, tuple[int, int]] = {}  # id and version as last scanned
         self._stepping = _Stepping()
+        self._ran = False  # an outermost module, since the last step
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -100,6 +107,7 @@ class Hooks:
         """Registers all hooks. Modules found later are seen by global hooks only."""
         if self._handles:
             return
+        _patches.listen(self)
         self._attach_modules()
         self._handles.append(register_optimizer_step_pre_hook(self.before_step))
         if self._step_handle is None:
@@ -131,6 +139,7 @@ class Hooks:
             handle.remove()
             _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one
         self._handles.clear()
+        _patches.forget(self)
         self._calls.forget_running()
         _leaving.add(self)
         if not _in_post_hooks:
@@ -219,11 +228,21 @@ class Hooks:
 
     def new_output(self, place: ModulePlace, output: Any, status: int) -> int:
         """An output without a row yet, or not a plain tensor. Returns its own row or -1."""
-        self._visit_other(output, place.outputs, status)
-        return place.outputs.row
+        node = place.recomputed if self._calls.recomputing else place.outputs
+        self._visit_other(output, node, status)
+        return node.row
+
+    def is_recomputing(self) -> bool:
+        """Whether a backward runs in this thread: a call now repeats one, for a checkpoint."""
+        return torch._C._current_autograd_node() is not None  # noqa: SLF001 - no public spelling
+
+    def gradient(self, place: ModulePlace, output: torch.Tensor) -> None:
+        """A module's only output that requires grad, at each call."""
+        self._watch_gradient(output, place.outputs)
 
     def forward_ended(self, place: ModulePlace) -> None:
         """An outermost module returned."""
+        self._ran |= torch.is_grad_enabled()
         self._on_forward(place)
 
     def _sweep_parameters(self, outermost: ModulePlace) -> None:
@@ -256,6 +275,8 @@ class Hooks:
             node.add_source(row)
         elif row != _NOT_FLOAT:
             self._visit_other(x, node, row, around)
+        if node.kind == "output" and row >= 0 and row == node.row and x.requires_grad:
+            self._watch_gradient(x, node)
 
     def _visit_other(self, x: Any, node: Node, status: int, around: tuple[int, ...] = ()) -> None:
         """Everything but a plain tensor that already has its row; `around`: containers, by id."""
@@ -269,6 +290,8 @@ class Hooks:
                     node.computed = _has_history(x)
                 node.skipped = ""
                 status = self._visit(x, node.row)
+                if node.kind == "output" and status == node.row and x.requires_grad:
+                    self._watch_gradient(x, node)
             if status < 0:
                 self._scan_unusual(x, node, status)
         elif len(around) < _MAX_DEPTH and not isinstance(x, _NOTHING) and id(x) not in around:
@@ -277,6 +300,29 @@ class Hooks:
                     self._visit_one(value, child, (*around, id(x)))
             except Exception as error:  # noqa: BLE001 - a container of the user's may raise anything
                 node.skipped = f"reading it raised {type(error).__name__}: {error}"
+
+    def _watch_gradient(self, x: torch.Tensor, node: Node) -> None:
+        """Scans the gradient that reaches a tensor. A hook on the tensor, not on the module: full
+        backward hooks make in-place operations on outputs raise.
+        """  # noqa: D205
+        if "grad_output" not in self._kinds or x.is_leaf:  # a leaf would keep the hook
+            return
+        if node.hook is None:
+            node.gradient = Node(node.place, "grad_output", node.path)
+            node.hook = self._gradient_hook(node.gradient)
+        x.register_hook(node.hook)  # type: ignore[no-untyped-call]
+
+    def _gradient_hook(self, node: Node) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if self._handles:
+                self._visit_one(gradient, node)
+
+        return hook
+
+    def watch(self, x: Any, name: str, kind: Kind) -> None:
+        """Scans a value that no module returned: the loss, or a probe."""
+        if self._handles and kind in self._kinds and not _is_tracing():
+            self._visit_one(x, self._registry.single(name, kind).node)
 
     # -- scans without a look at what was seen before --------------------------------------------
 
@@ -321,11 +367,32 @@ class Hooks:
         part.skipped = "" if status == 0 else reason(plain, status)
         whole.add_source(part.row)
 
+    # -- what torch has no hook for -------------------------------------------------------------
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Scans the loss, unless it can only be another model's."""
+        if self._ran or not self._registry.only:
+            self.watch(tensors, "loss", "loss")
+
+    def scaled_step_begins(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Nothing is known yet: the scaler looks for Inf itself."""
+        self._stepping.stepped = False
+
+    def scaled_step_ended(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Scans the gradients that no optimizer's hook saw, if the scaler skipped the step."""
+        if self._stepping.stepped:
+            return
+        plan = self._plan(optimizer)
+        if plan is not None and self._handles:
+            self._scan_gradients(optimizer, plan)
+            self._on_skip(optimizer, scaler)
+
     # -- optimizer steps -------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans gradients in the order in which backward made them, as far as that is known."""
         self._stepping.optimizer = 0
+        self._stepping.stepped = True
         if _is_tracing():
             return
         plan = self._plan(optimizer)
@@ -333,6 +400,9 @@ class Hooks:
             return
         _move_to_end(self._step_handle)
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
+        self._scan_gradients(optimizer, plan)
+
+    def _scan_gradients(self, optimizer: Optimizer, plan: _Plan) -> None:
         if "grad" in self._kinds:
             parameters = _parameters(optimizer)
             pairs = [(parameters[i].grad, place.grad) for i, place in plan.backward]
@@ -346,6 +416,7 @@ class Hooks:
         try:
             if self._stepping.optimizer == id(optimizer) and self._handles:
                 self._stepping.optimizer = 0
+                self._ran = False
                 plan = self._stepping.plan
                 # Before a closure ran, its model may not have been known.
                 plan = (self._plan(optimizer) or plan) if plan.has_loose else plan
@@ -361,6 +432,8 @@ class Hooks:
         parameters = _parameters(optimizer)
         if "param" in self._kinds:
             self._scan_all([(parameters[i], place.param) for i, place in plan.watched])
+        if "buffer" in self._kinds:
+            self._scan_buffers()
         if "state" in self._kinds:
             self._scan_all(
                 [
@@ -369,6 +442,16 @@ class Hooks:
                     for name, moment in moments(optimizer, parameters[i])
                 ]
             )
+
+    def _scan_buffers(self) -> None:
+        """Scans the buffers that changed, such as running statistics, not masks and tables."""
+        changed = []
+        for buffer, place in self._registry.buffers():
+            state = id(buffer), buffer._version  # noqa: SLF001 - no public spelling
+            if self._buffers.get(place) != state:
+                self._buffers[place] = state
+                changed.append((buffer, place.node))
+        self._scan_all(changed)
 
     def parameter_of(
         self, optimizer: Optimizer, place: ParameterPlace
@@ -468,10 +551,15 @@ def _has_history(x: torch.Tensor) -> bool:
 
 
 class _Stepping(threading.local):
-    """Between the two hooks of an optimizer step: whose step it is, by id, and its plan."""
+    """Between the two hooks of an optimizer step: whose step it is, by id, and its plan.
+
+    Attributes:
+        stepped: the optimizer that a GradScaler steps has begun to.
+    """
 
     optimizer = 0
     plan: _Plan
+    stepped = False
 
 
 # torch walks over its dict of post hooks while one of ours runs, and an action may close monitors

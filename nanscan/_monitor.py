@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fnmatch
 import gc
 import logging
+import math
 import os
 import sys
 import threading
@@ -19,17 +21,27 @@ from typing import Any, Literal
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from nanscan._diagnose import OptimizerFacts, causes
 from nanscan._errors import NonFiniteError, NonFiniteWarning
 from nanscan._hooks import Hooks, moments
-from nanscan._judge import Finding, Judge, Judged
+from nanscan._judge import FAULTS, Finding, Judge, Judged
 from nanscan._scan import check
-from nanscan._sites import KINDS, Kind, ModulePlace, ParameterPlace, Registry, Site
+from nanscan._sites import (
+    DEFAULT_KINDS,
+    KINDS,
+    Kind,
+    ModulePlace,
+    ParameterPlace,
+    Registry,
+    Site,
+)
 from nanscan._table import Scans, Snapshot, Sweep, Table
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
+Ignore = Iterable[str | torch.dtype] | Callable[[Site, torch.dtype], bool]
 
 _MAX_FINDINGS = 10_000
 _MAX_EXPLAINED = 8  # parameters of one step whose moments are scanned
@@ -47,7 +59,7 @@ class Monitor:
     ends and counts to the step it runs in.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of `enable`
         self,
         model: nn.Module | None,
         *,
@@ -55,12 +67,14 @@ class Monitor:
         action: Action,
         history: int,
         near_limit: float,
+        max_skips: int,
+        ignores: Callable[[Site, torch.dtype], bool],
     ) -> None:
         self._action = action
         self._lock = threading.RLock()
         self._table = Table(history, near_limit)
         self._registry = Registry(model)
-        self._judge = Judge(self._table, near_limit, _rank())
+        self._judge = Judge(self._table, near_limit, _rank(), max_skips=max_skips, ignores=ignores)
         self._hooks = Hooks(
             self._registry,
             self._table,
@@ -68,10 +82,12 @@ class Monitor:
             on_sweep=self._parameters_swept,
             on_forward=self._forward_ended,
             on_step=self._optimizer_stepped,
+            on_skip=self._optimizer_skipped,
         )
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
+        self._skips = 0  # optimizer steps in a row that a GradScaler skipped
         self._pending: deque[Snapshot | Sweep] = deque()  # oldest first; they arrive in order
         self._judged_ticket = 0
         # Outermost modules whose forward with gradients ended since the last step did.
@@ -182,6 +198,10 @@ class Monitor:
             self._judge_arrived(wait=True)
             return self._latest(self._found - before)
 
+    def probe(self, name: str, x: Any) -> None:
+        """What `probe` does, for this monitor alone."""
+        self._hooks.watch(x, name, "probe")
+
     def pause(self) -> None:
         """Removes all hooks; `resume` puts them back."""
         self._hooks.detach()
@@ -222,8 +242,15 @@ class Monitor:
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         self._waits_for_optimizer = True
+        self._skips = 0
         if not self._manual:
             self._end_step(optimizer)
+
+    def _optimizer_skipped(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        self._waits_for_optimizer = True
+        self._skips += 1
+        if not self._manual:
+            self._end_step(optimizer, scaler.get_scale())
 
     def _forward_ended(self, place: ModulePlace) -> None:
         if self._manual or torch._C._current_autograd_node() is not None:  # noqa: SLF001
@@ -244,12 +271,13 @@ class Monitor:
         """Whether a row went bad since the last judgement, as far as the host can know."""
         return self._table.on_device or self._table.last_ticket != self._judged_ticket
 
-    def _end_step(self, optimizer: Optimizer | None) -> None:
+    def _end_step(self, optimizer: Optimizer | None, scale: float = math.nan) -> None:
         with self._lock:
             if self._table.has_news:
                 snapshot = self._table.take(self._step, keep=True)
                 if snapshot is None:  # a CUDA graph is being recorded: its replays are the steps
                     return
+                snapshot.skips, snapshot.scale = self._skips, scale
                 self._pending.append(snapshot)
             self._step += 1
             self._ended.clear()
@@ -311,12 +339,12 @@ class Monitor:
     # -- actions ---------------------------------------------------------------------------------
 
     def _act(self, new: list[Finding]) -> None:
-        """Acts on each value near its limit, and on the first fault of an episode."""
-        faults = [finding for finding in new if finding.verdict != "near-limit"]
+        """Acts on the first fault of an episode, and on what is no fault, each time."""
+        faults = [finding for finding in new if finding.verdict in FAULTS]
         first = faults[0] if faults and not self._announced else None
         self._announced = self._judge.in_episode  # before acting: an action may raise
         for finding in new:
-            if finding.verdict == "near-limit" or finding is first:
+            if finding.verdict not in FAULTS or finding is first:
                 self._act_on(finding)
 
     def _act_on(self, finding: Finding) -> None:
@@ -325,6 +353,8 @@ class Monitor:
             self._action(finding)
         elif finding.verdict == "near-limit":
             _logger.warning(text)
+        elif finding.verdict not in FAULTS:
+            _logger.info(text)
         elif self._action == "raise":
             raise NonFiniteError(text, finding=finding)
         elif self._action == "log":
@@ -348,7 +378,7 @@ def _any_optimizer(registry: Registry) -> bool:
     return any(
         registry.parameter(parameter, "") is not None
         for optimizer in optimizers
-        for group in optimizer.param_groups
+        for group in getattr(optimizer, "param_groups", ())  # it may be in the making elsewhere
         for parameter in group["params"]
     )
 
@@ -360,13 +390,15 @@ def _rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def enable(
+def enable(  # noqa: PLR0913 - options by name
     model: nn.Module | None = None,
     *,
-    kinds: Iterable[Kind] = ("input", "output", "grad", "param"),
+    kinds: Iterable[Kind] = DEFAULT_KINDS,
     action: Action = "warn",
     history: int = 16,
     near_limit: float = 0.5,
+    max_skips: int = 8,
+    ignore: Ignore = (),
 ) -> Monitor:
     """Turns the hooks on, for one model or for every module of the process.
 
@@ -374,14 +406,19 @@ def enable(
         model: the model to watch; None: every module that is called from now on. Enabling the same
             target again replaces its monitor.
         kinds: what to scan: module "input" (only tensors that no watched module returned) and
-            "output", parameter "grad" before an optimizer step and "param" after it, and
-            "state", the optimizer's moments.
+            "output", the "loss" that a backward starts from, each `probe`, parameter "grad" before
+            an optimizer step, "param" and "buffer" (where it changed) after it; and, not by
+            default, "grad_output", the gradient that reaches each output, and "state", the
+            optimizer's moments.
         action: what to do on the first bad step of an episode: "warn", "raise" a NonFiniteError
             from the call that ends the step, "log" to the logger "nanscan", or a callable that
             gets the Finding. Values near the limit never raise: they are logged, or given to the
             callable.
         history: steps kept of each site.
         near_limit: share of a dtype's largest value from which a finite value is reported.
+        max_skips: optimizer steps in a row that a GradScaler may skip: that many are a fault.
+        ignore: what never to report: patterns of qualified names ("*.attn.softmax", "encoder.*"),
+            dtypes, kinds as "kind:grad", or a function of (Site, dtype) that returns True.
 
     Returns:
         The monitor; `close` it or call `disable`.
@@ -406,10 +443,66 @@ def enable(
         raise ValueError(f"nanscan: history must be a positive number of steps, got {history!r}")
     if not 0 < near_limit <= 1:
         raise ValueError(f"nanscan: near_limit must be in (0, 1], got {near_limit!r}")
+    if not isinstance(max_skips, int) or max_skips < 2:  # noqa: PLR2004 - the first is a search
+        raise ValueError(f"nanscan: max_skips must be at least 2, got {max_skips!r}")
     for monitor in tuple(_active):
         if monitor.watches(model):
             monitor.close()
-    return Monitor(model, kinds=wanted, action=action, history=history, near_limit=near_limit)
+    return Monitor(
+        model,
+        kinds=wanted,
+        action=action,
+        history=history,
+        near_limit=near_limit,
+        max_skips=max_skips,
+        ignores=_ignores(ignore),
+    )
+
+
+def _ignores(rules: Ignore) -> Callable[[Site, torch.dtype], bool]:
+    """The rules as one function.
+
+    Raises:
+        TypeError: a rule is of another type.
+        ValueError: an unknown kind.
+    """
+    if callable(rules):
+        return rules
+    listed = (rules,) if isinstance(rules, (str, torch.dtype)) else tuple(rules)
+    names, kinds, dtypes = [], set(), set()
+    for rule in listed:
+        if isinstance(rule, torch.dtype):
+            dtypes.add(rule)
+        elif not isinstance(rule, str):
+            raise TypeError(f"nanscan: ignore takes names, dtypes or a function, got {rule!r}")
+        elif not rule.startswith("kind:"):
+            names.append(rule)
+        elif rule.removeprefix("kind:") in KINDS:
+            kinds.add(rule.removeprefix("kind:"))
+        else:
+            raise ValueError(f"nanscan: unknown kind in {rule!r}; kinds are {', '.join(KINDS)}")
+    return lambda site, dtype: (
+        dtype in dtypes
+        or site.kind in kinds
+        or any(fnmatch.fnmatchcase(site.name, name) for name in names)
+    )
+
+
+def probe(name: str, x: Any) -> Any:
+    """A named place inside a forward: scans `x`, a tensor or a container of some, and returns it.
+
+    Args:
+        name: what findings call it; the same name is the same place.
+        x: what to scan.
+
+    Returns:
+        `x` itself. While no monitor is open this does nothing.
+
+    Synchronization: none.
+    """
+    for monitor in tuple(_active):
+        monitor.probe(name, x)
+    return x
 
 
 def disable() -> None:

@@ -36,6 +36,9 @@ class Snapshot:
         arrival: rows that are still on their way.
         untrained: they are parameters, scanned before their model first ran.
         keep: it is to become part of the history once it is complete.
+        skips: optimizer steps that a GradScaler skipped, this one and those before without one
+            that it let pass; 0: it let this one pass.
+        scale: the GradScaler's then.
     """
 
     step: int
@@ -47,6 +50,8 @@ class Snapshot:
     arrival: _C.Arrival | None = None
     untrained: bool = False
     keep: bool = False
+    skips: int = 0
+    scale: float = math.nan
 
     def ready(self) -> bool:
         """Whether all rows arrived. Never blocks."""

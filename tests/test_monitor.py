@@ -411,7 +411,7 @@ def test_a_callable_gets_the_finding():
     infer(model, batch())
     model.bad = True
     infer(model, batch())
-    assert [f.step for f in got] == [1, 4]
+    assert [(f.step, f.verdict) for f in got] == [(1, "origin"), (3, "recovered"), (4, "origin")]
 
 
 @SCOPES
@@ -725,7 +725,10 @@ def test_findings_are_a_copy():
             ValueError,
             "unknown kind 'grads'; kinds are input, output",
         ),
-        ({"kinds": "probe"}, ValueError, "unknown kind 'probe'"),
+        ({"kinds": "wight"}, ValueError, "unknown kind 'wight'"),
+        ({"ignore": ["kind:wight"]}, ValueError, "unknown kind in 'kind:wight'"),
+        ({"ignore": [3]}, TypeError, "ignore takes names, dtypes or a function, got 3"),
+        ({"max_skips": 1}, ValueError, "max_skips must be at least 2, got 1"),
         ({"action": "print"}, ValueError, "action must be 'warn', 'raise', 'log' or a callable"),
         ({"history": 0}, ValueError, "history must be a positive number of steps, got 0"),
         ({"history": 2.5}, ValueError, "history must be a positive number of steps, got 2.5"),
