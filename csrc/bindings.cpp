@@ -107,6 +107,7 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
+  const Calls::Timer timer(*calls);
   return none_if(calls->before(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
@@ -114,6 +115,7 @@ PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) 
 PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
+  const Calls::Timer timer(*calls);
   return none_if(calls->after(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
@@ -121,6 +123,7 @@ PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* calls_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 4, 4)) return nullptr;
+  const Calls::Timer timer(*calls);
   return none_if(calls->leaf(args[0], args[1], args[2], args[3]));
 }
 
@@ -353,13 +356,17 @@ void define_calls(py::module_& m) {
            py::arg("table"), py::arg("slow"), py::arg("inputs"), py::arg("outputs"),
            py::arg("late_keywords"), py::arg("gradients"), py::keep_alive<1, 2>())
       .def("add",
-           [](Calls& calls, uintptr_t module, py::handle place, bool outermost) {
-             calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost);
+           [](Calls& calls, uintptr_t module, py::handle place, bool outermost, bool watched,
+              bool sentinel) {
+             calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost, watched,
+                       sentinel);
            })
       .def("remove", [](Calls& calls,
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
       .def("forget_running", &Calls::forget_running)
-      .def("set_active", &Calls::set_active)
+      .def("set_turn", &Calls::set_turn)
+      .def("set_timed", &Calls::set_timed)
+      .def("take_cost", &Calls::take_cost)
       .def_property_readonly("recomputing", &Calls::recomputing)
       .def_property_readonly("running",
                              [](Calls& calls) {

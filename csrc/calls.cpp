@@ -1,6 +1,7 @@
 #include "calls.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace nanscan {
 namespace {
@@ -8,6 +9,11 @@ namespace {
 uint64_t next_serial() {
   static uint64_t last = 0;
   return ++last;
+}
+
+uint64_t now() {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::nanoseconds(since).count());
 }
 
 // Calls slow.name(...) with borrowed arguments. Returns a new reference or null.
@@ -68,9 +74,23 @@ void Calls::release(Module* module) {
   delete module;
 }
 
-void Calls::add(const void* module, PyObject* place, bool outermost) {
+void Calls::add(const void* module, PyObject* place, bool outermost, bool watched, bool sentinel) {
   remove(module);
-  modules_[module] = new Module{module, Py_NewRef(place), outermost};
+  modules_[module] =
+      new Module{module, Py_NewRef(place), outermost, watched, sentinel, next_phase_++};
+}
+
+void Calls::Timer::begin() { began_ = now(); }
+
+void Calls::Timer::end() {
+  calls_.nanoseconds_ += now() - began_;
+  ++calls_.counted_;
+}
+
+std::pair<uint64_t, uint64_t> Calls::take_cost() {
+  const std::pair<uint64_t, uint64_t> cost{nanoseconds_, counted_};
+  nanoseconds_ = counted_ = 0;
+  return cost;
 }
 
 void Calls::remove(const void* module) {
@@ -166,7 +186,7 @@ bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
     return false;
   }
   stack().push_back(entry);
-  if (!inputs_ || !active_ || stack().recomputing) return true;
+  if (!scans_inputs(*entry)) return true;
   acquire(entry);  // `slow` may close the monitor, which empties the stack
   const bool done =
       visit_inputs(*entry, args) && (late_keywords_ || visit_keywords(*entry, kwargs));
@@ -178,11 +198,11 @@ bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* o
   Module* entry;
   if (!find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  const bool done = note_recomputing() &&
-                    (!inputs_ || !active_ || stack().recomputing ||
-                     (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
-                    (!outputs_ || !active_ || visit_output(*entry, output)) &&
-                    (!stack().empty() || succeeded(call(slow_, name_forward_ended_, entry->place)));
+  const bool done =
+      note_recomputing() &&
+      (!scans_inputs(*entry) || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
+      (!outputs_ || !scans(*entry) || visit_output(*entry, output)) &&
+      (!stack().empty() || succeeded(call(slow_, name_forward_ended_, entry->place)));
   release(entry);
   return done;
 }
@@ -230,9 +250,8 @@ bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
   running.pop_back();
   const bool outermost = running.empty();
   const bool done = !output ||  // the module raised
-                    ((!inputs_ || !active_ || !late_keywords_ || running.recomputing ||
-                      visit_keywords(*entry, kwargs)) &&
-                     (!outputs_ || !active_ || visit_output(*entry, output)) &&
+                    ((!late_keywords_ || !scans_inputs(*entry) || visit_keywords(*entry, kwargs)) &&
+                     (!outputs_ || !scans(*entry) || visit_output(*entry, output)) &&
                      (!outermost || succeeded(call(slow_, name_forward_ended_, entry->place))));
   release(entry);
   return done;

@@ -23,8 +23,9 @@ class Calls {
   Calls(const Calls&) = delete;
   Calls& operator=(const Calls&) = delete;
 
-  // outermost: no known module contains it.
-  void add(const void* module, PyObject* place, bool outermost);
+  // outermost: no known module contains it. watched: to be scanned at all. sentinel: in every step
+  // in which anything is.
+  void add(const void* module, PyObject* place, bool outermost, bool watched, bool sentinel);
   void remove(const void* module);
   void forget_running();
 
@@ -34,8 +35,36 @@ class Calls {
   // Whether what runs in this thread repeats a forward, for a checkpoint.
   bool recomputing() { return stack().recomputing; }
 
-  // While not active, calls are followed but nothing is scanned.
-  void set_active(bool active) { active_ = active; }
+  // What to scan from now on. period 0: nothing, calls are only followed; 1: all that is watched;
+  // more: sentinels, and of the others one in `period`, by turns.
+  void set_turn(unsigned period, unsigned turn) {
+    period_ = period;
+    turn_ = turn;
+  }
+
+  // Nanoseconds spent in calls, and their number, since the last time it was asked.
+  std::pair<uint64_t, uint64_t> take_cost();
+
+  // Lasts while a hook's body runs, where costs are counted.
+  class Timer {
+   public:
+    explicit Timer(Calls& calls) : calls_(calls) {
+      if (calls_.timed_) begin();
+    }
+    ~Timer() {
+      if (began_) end();
+    }
+    Timer(const Timer&) = delete;
+    Timer& operator=(const Timer&) = delete;
+
+   private:
+    void begin();
+    void end();
+
+    Calls& calls_;
+    uint64_t began_ = 0;
+  };
+  void set_timed(bool timed) { timed_ = timed; }
 
   // The bodies of the two hooks. False: a Python error is set.
   bool before(PyObject* module, PyObject* args, PyObject* kwargs);
@@ -54,7 +83,8 @@ class Calls {
   struct Module {
     const void* key;
     PyObject* place;
-    bool outermost;
+    bool outermost, watched, sentinel;
+    unsigned phase;      // whose turn it is
     int references = 1;  // of the map and of the stacks; counted under the GIL
     bool called = false;
     int output_row = -1;
@@ -84,7 +114,19 @@ class Calls {
   Table& table_;
   PyObject* slow_;
   const bool inputs_, outputs_, late_keywords_, gradients_;
-  bool active_ = true;
+  bool scans(const Module& module) const {
+    return module.watched &&
+           (period_ == 1 ||
+            (period_ > 1 && (module.sentinel || module.phase % period_ == turn_ % period_)));
+  }
+  // A tensor that no scan saw on its way is no news while scans are thinned out.
+  bool scans_inputs(const Module& module) {
+    return inputs_ && scans(module) && (period_ == 1 || module.outermost) && !stack().recomputing;
+  }
+
+  unsigned period_ = 1, turn_ = 0, next_phase_ = 0;
+  bool timed_ = false;
+  uint64_t nanoseconds_ = 0, counted_ = 0;
   const uint64_t serial_;  // never used twice, unlike an address
   std::unordered_map<const void*, Module*> modules_;
   std::unordered_map<unsigned long, Stack> stacks_;  // by thread; entries are never erased

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nanscan import _C, _patches, _reference
 from nanscan._scan import prepare, scan_anywhere
+from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
 from nanscan._table import Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason
@@ -100,6 +102,29 @@ class Hooks:
         self._buffers: dict[SinglePlace, tuple[int, int]] = {}  # id and version as last scanned
         self._stepping = _Stepping()
         self._ran = False  # an outermost module, since the last step
+        self.turn = FULL
+        self._dispatch: float | None = None  # seconds a module call; None: nothing is measured
+        self._cost = Cost()
+
+    # -- what to scan, and what it costs ---------------------------------------------------------
+
+    def set_turn(self, turn: Turn) -> None:
+        """What to scan from now on."""
+        self.turn = turn
+        self._calls.set_turn(turn.period, turn.number)
+
+    def measure(self) -> None:
+        """Counts costs from now on."""
+        self._dispatch = dispatch_seconds()
+        self._calls.set_timed(True)
+
+    def take_cost(self) -> Cost:
+        """What was spent since the last time."""
+        cost, self._cost = self._cost, Cost()
+        nanoseconds, count = self._calls.take_cost()
+        cost.dispatch = count * (self._dispatch or 0.0)
+        cost.calls = nanoseconds * 1e-9 + cost.dispatch
+        return cost
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -122,6 +147,8 @@ class Hooks:
             )
             return
         for module, place in self._registry.modules():
+            if not place.watched and place.parent is not None:
+                continue
             if isinstance(module, torch.jit.ScriptModule):
                 place.outputs.skipped = "torch takes no hooks on a scripted module"
                 continue
@@ -255,7 +282,7 @@ class Hooks:
             if owner.is_inside(outermost):
                 for parameter in module.parameters(recurse=False):
                     known = self._registry.parameter(parameter, "")
-                    if known is not None and known.param.row < 0:
+                    if known is not None and known.watched and known.param.row < 0:
                         self._table.add(known.param)
                         swept.append((parameter, known.param))
         scans: Scans = []
@@ -314,14 +341,16 @@ class Hooks:
 
     def _gradient_hook(self, node: Node) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
-            if self._handles:
+            if self._handles and self.turn.period:
+                began = time.perf_counter()
                 self._visit_one(gradient, node)
+                self._cost.rest += time.perf_counter() - began
 
         return hook
 
     def watch(self, x: Any, name: str, kind: Kind) -> None:
         """Scans a value that no module returned: the loss, or a probe."""
-        if self._handles and kind in self._kinds and not _is_tracing():
+        if self._handles and kind in self._kinds and self.turn.period and not _is_tracing():
             self._visit_one(x, self._registry.single(name, kind).node)
 
     # -- scans without a look at what was seen before --------------------------------------------
@@ -403,10 +432,12 @@ class Hooks:
         self._scan_gradients(optimizer, plan)
 
     def _scan_gradients(self, optimizer: Optimizer, plan: _Plan) -> None:
-        if "grad" in self._kinds:
+        if "grad" in self._kinds and self.turn.period:
+            began = time.perf_counter()
             parameters = _parameters(optimizer)
             pairs = [(parameters[i].grad, place.grad) for i, place in plan.backward]
             self._scan_all([(grad, node) for grad, node in pairs if grad is not None])
+            self._cost.rest += time.perf_counter() - began
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans parameters, and moments when asked for, and ends the step."""
@@ -420,8 +451,13 @@ class Hooks:
                 plan = self._stepping.plan
                 # Before a closure ran, its model may not have been known.
                 plan = (self._plan(optimizer) or plan) if plan.has_loose else plan
-                self._scan_after_step(optimizer, plan)
+                began = time.perf_counter()
+                if self.turn.slow:
+                    self._scan_after_step(optimizer, plan)
+                scanned = time.perf_counter()
+                self._cost.slow += scanned - began
                 self._on_step(optimizer)
+                self._cost.rest += time.perf_counter() - scanned
         finally:
             _in_post_hooks.remove(self)
             handle = self._step_handle
@@ -488,7 +524,7 @@ class Hooks:
             (i, self._registry.parameter(p, f"{kind} parameter {i}"))
             for i, p in enumerate(_parameters(optimizer))
         ]
-        watched = [(i, place) for i, place in places if place is not None]
+        watched = [(i, place) for i, place in places if place is not None and place.watched]
         backward = sorted(watched, key=lambda pair: -self._forward_position(pair[1]))
         has_loose = any(place.parent is None for _, place in watched)
         known = self._registry.parameters_known

@@ -74,6 +74,8 @@ class Finding:
         affected: other sites that went bad in the same step, later; only in the first finding.
         causes: likely causes, best first; empty when no evidence points to one.
         aliases: other names of the parameter, where weights are tied.
+        unscanned: modules that this step did not scan, between the last site known to be finite and
+            this one: it may have been made there.
     """
 
     step: int
@@ -89,6 +91,7 @@ class Finding:
     affected: list[Site] = field(default_factory=list, repr=False)
     causes: list[Cause] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
+    unscanned: list[Site] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -305,6 +308,30 @@ class _Step:
 
     def finding(self, row: int) -> Judged:
         """Verdict and surroundings of a bad row."""
+        judged = self._judged(row)
+        if judged.finding.verdict == "origin" and not self._snapshot.turn.is_full:
+            judged.finding.unscanned = self._unscanned_before(row)
+            if judged.finding.unscanned:
+                judged.finding.how = "made here or where this step did not scan"
+        return judged
+
+    def _unscanned_before(self, row: int) -> list[Site]:
+        """Outputs that a full step scans between this row and the last finite one before it."""
+        order, nodes = self._table.full_order, self._table.nodes
+        if row >= len(order) or order[row] == 0:
+            return []
+        scanned = [r for r in range(len(order)) if 0 < order[r] < order[row]]
+        finite = [order[r] for r in scanned if self._rows[r]["calls"] and r not in self._earlier]
+        missing = [
+            r
+            for r in scanned
+            if nodes[r].kind == "output"
+            and not self._rows[r]["calls"]
+            and order[r] > max(finite, default=0)
+        ]
+        return [nodes[r].site for r in sorted(missing, key=order.__getitem__)]
+
+    def _judged(self, row: int) -> Judged:
         node = self._table.nodes[row]
         judged = self.describe(row, "origin")
         if self._snapshot.untrained:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fnmatch
 import gc
 import logging
 import math
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -26,9 +26,11 @@ from torch.optim.optimizer import Optimizer
 
 from nanscan._diagnose import OptimizerFacts, causes
 from nanscan._errors import NonFiniteError, NonFiniteWarning
+from nanscan._filters import Filter, Ignore, ignores, wants
 from nanscan._hooks import Hooks, moments
 from nanscan._judge import FAULTS, Finding, Judge, Judged
 from nanscan._scan import check
+from nanscan._schedule import Schedule
 from nanscan._sites import (
     DEFAULT_KINDS,
     KINDS,
@@ -37,11 +39,11 @@ from nanscan._sites import (
     ParameterPlace,
     Registry,
     Site,
+    Wants,
 )
 from nanscan._table import Scans, Snapshot, Sweep, Table
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
-Ignore = Iterable[str | torch.dtype] | Callable[[Site, torch.dtype], bool]
 
 _MAX_FINDINGS = 10_000
 _MAX_EXPLAINED = 8  # parameters of one step whose moments are scanned
@@ -68,12 +70,14 @@ class Monitor:
         history: int,
         near_limit: float,
         max_skips: int,
+        schedule: Schedule,
+        wants: Wants,
         ignores: Callable[[Site, torch.dtype], bool],
     ) -> None:
         self._action = action
         self._lock = threading.RLock()
         self._table = Table(history, near_limit)
-        self._registry = Registry(model)
+        self._registry = Registry(model, wants)
         self._judge = Judge(self._table, near_limit, _rank(), max_skips=max_skips, ignores=ignores)
         self._hooks = Hooks(
             self._registry,
@@ -84,6 +88,11 @@ class Monitor:
             on_step=self._optimizer_stepped,
             on_skip=self._optimizer_skipped,
         )
+        self._schedule = schedule
+        self._step_began = time.perf_counter()
+        self._hooks.set_turn(schedule.turn(0))
+        if schedule.max_overhead is not None:
+            self._hooks.measure()
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
@@ -141,11 +150,17 @@ class Monitor:
         Returns:
             "sites": names of all rows; "skipped": reason by site, for tensors that were seen and
             could not be scanned; "not_called": modules that never ran through their own call;
-            "bytes": of the table and its history.
+            "left_out": modules that a filter leaves out; "thinned": what is scanned in some steps
+            only; "overhead": share of a step's time that hooks took of late, where there is a
+            budget; "bytes": of the table and its history.
         """
         skipped: dict[str, str] = {}
         idle: list[str] = []
+        left_out: list[str] = []
         for place in self._registry.all_places():
+            if not place.watched:
+                left_out.append(place.name)
+                continue
             if isinstance(place, ModulePlace) and not place.called:
                 idle.append(place.name)
             skipped |= {str(node.site): node.skipped for node in place.nodes() if node.skipped}
@@ -153,6 +168,9 @@ class Monitor:
             "sites": [str(node.site) for node in self._table.nodes],
             "skipped": skipped,
             "not_called": idle,
+            "left_out": left_out,
+            "thinned": self._schedule.describe(),
+            "overhead": self._schedule.overhead(),
             "bytes": self._table.nbytes,
         }
 
@@ -201,6 +219,11 @@ class Monitor:
     def probe(self, name: str, x: Any) -> None:
         """What `probe` does, for this monitor alone."""
         self._hooks.watch(x, name, "probe")
+
+    def scan_fully(self, steps: int = 3) -> None:
+        """Scans everything in this step, as far as it is still to come, and the next ones."""
+        self._schedule.scan_fully(self._step, steps)
+        self._hooks.set_turn(self._schedule.turn(self._step))
 
     def pause(self) -> None:
         """Removes all hooks; `resume` puts them back."""
@@ -278,10 +301,18 @@ class Monitor:
                 if snapshot is None:  # a CUDA graph is being recorded: its replays are the steps
                     return
                 snapshot.skips, snapshot.scale = self._skips, scale
+                snapshot.turn = self._hooks.turn
                 self._pending.append(snapshot)
             self._step += 1
+            self._next_turn()
             self._ended.clear()
             self._judge_arrived(optimizer)
+
+    def _next_turn(self) -> None:
+        now = time.perf_counter()
+        self._schedule.note(self._hooks.turn, self._hooks.take_cost(), now - self._step_began)
+        self._step_began = now
+        self._hooks.set_turn(self._schedule.turn(self._step))
 
     def _look(self, *, reset: bool = False) -> None:
         """Judges a step so far and, unless `reset`, lets it go on in one piece."""
@@ -289,6 +320,7 @@ class Monitor:
             if self._table.has_news:
                 snapshot = self._table.take(self._step, keep=False, reset=reset)
                 if snapshot is not None:
+                    snapshot.turn = self._hooks.turn
                     self._pending.append(snapshot)
             self._judge_arrived()
 
@@ -302,6 +334,8 @@ class Monitor:
         with self._lock:
             while self._pending and (wait or self._pending[0].ready()):
                 snapshot = self._table.complete(self._pending.popleft())
+                if snapshot.whole and snapshot.turn.is_full:
+                    self._table.full_order = snapshot.order.copy()
                 # What an optimizer holds now explains the step that it has just made, no other.
                 current = optimizer if snapshot.whole and not self._pending else None
                 self._conclude(self._judge.judge(snapshot), current)
@@ -312,6 +346,8 @@ class Monitor:
             facts = self._optimizer_facts(item, optimizer) if number < _MAX_EXPLAINED else None
             item.finding.causes = causes(item, facts)
         new = [item.finding for item in judged]
+        if any(finding.verdict in FAULTS for finding in new):
+            self.scan_fully()
         self._findings.extend(new)
         self._found += len(new)
         self._act(new)
@@ -390,6 +426,23 @@ def _rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
+def _check_target(model: object, kinds: frozenset[str], action: object) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"nanscan: expected a torch.nn.Module or None, got {type(model).__name__}")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"nanscan: unknown kind {kind!r}; kinds are {', '.join(KINDS)}")
+    if not callable(action) and action not in ("warn", "raise", "log"):
+        raise ValueError(
+            f"nanscan: action must be 'warn', 'raise', 'log' or a callable, got {action!r}"
+        )
+
+
+def _check_count(name: str, value: object, least: int, what: str) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"nanscan: {name} must be {what}, got {value!r}")
+
+
 def enable(  # noqa: PLR0913 - options by name
     model: nn.Module | None = None,
     *,
@@ -399,6 +452,11 @@ def enable(  # noqa: PLR0913 - options by name
     near_limit: float = 0.5,
     max_skips: int = 8,
     ignore: Ignore = (),
+    include: Filter | None = None,
+    exclude: Filter = (),
+    every: int = 1,
+    warmup: int = 0,
+    max_overhead: float | None = None,
 ) -> Monitor:
     """Turns the hooks on, for one model or for every module of the process.
 
@@ -419,6 +477,16 @@ def enable(  # noqa: PLR0913 - options by name
         max_skips: optimizer steps in a row that a GradScaler may skip: that many are a fault.
         ignore: what never to report: patterns of qualified names ("*.attn.softmax", "encoder.*"),
             dtypes, kinds as "kind:grad", or a function of (Site, dtype) that returns True.
+        include: watch only modules of these types or names, and what lies inside the named ones:
+            patterns of qualified names ("decoder.layers.*"). None: all.
+        exclude: the same of modules, and of parameters and buffers by name, not to watch.
+        every: scan one step in so many.
+        warmup: scan nothing in so many first steps.
+        max_overhead: share of a step's time, such as 0.02, that hooks may take on the host.
+            Parameters, buffers and moments are then scanned in some steps only, and if that is not
+            enough, module outputs by turns; the loss, gradients, and outputs of the outermost
+            modules and of those right inside them in every step. After a fault the next steps are
+            scanned in full. `coverage` tells what is thinned out.
 
     Returns:
         The monitor; `close` it or call `disable`.
@@ -429,22 +497,16 @@ def enable(  # noqa: PLR0913 - options by name
 
     Synchronization: none, in hooks either.
     """
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"nanscan: expected a torch.nn.Module or None, got {type(model).__name__}")
     wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
-    for kind in wanted:
-        if kind not in KINDS:
-            raise ValueError(f"nanscan: unknown kind {kind!r}; kinds are {', '.join(KINDS)}")
-    if not callable(action) and action not in ("warn", "raise", "log"):
-        raise ValueError(
-            f"nanscan: action must be 'warn', 'raise', 'log' or a callable, got {action!r}"
-        )
-    if not isinstance(history, int) or history < 1:
-        raise ValueError(f"nanscan: history must be a positive number of steps, got {history!r}")
+    _check_target(model, wanted, action)
+    _check_count("history", history, 1, "a positive number of steps")
+    _check_count("max_skips", max_skips, 2, "at least 2")
+    _check_count("every", every, 1, "a positive number of steps")
+    _check_count("warmup", warmup, 0, "a number of steps")
     if not 0 < near_limit <= 1:
         raise ValueError(f"nanscan: near_limit must be in (0, 1], got {near_limit!r}")
-    if not isinstance(max_skips, int) or max_skips < 2:  # noqa: PLR2004 - the first is a search
-        raise ValueError(f"nanscan: max_skips must be at least 2, got {max_skips!r}")
+    if max_overhead is not None and not 0 < max_overhead < 1:
+        raise ValueError(f"nanscan: max_overhead must be in (0, 1), got {max_overhead!r}")
     for monitor in tuple(_active):
         if monitor.watches(model):
             monitor.close()
@@ -455,36 +517,9 @@ def enable(  # noqa: PLR0913 - options by name
         history=history,
         near_limit=near_limit,
         max_skips=max_skips,
-        ignores=_ignores(ignore),
-    )
-
-
-def _ignores(rules: Ignore) -> Callable[[Site, torch.dtype], bool]:
-    """The rules as one function.
-
-    Raises:
-        TypeError: a rule is of another type.
-        ValueError: an unknown kind.
-    """
-    if callable(rules):
-        return rules
-    listed = (rules,) if isinstance(rules, (str, torch.dtype)) else tuple(rules)
-    names, kinds, dtypes = [], set(), set()
-    for rule in listed:
-        if isinstance(rule, torch.dtype):
-            dtypes.add(rule)
-        elif not isinstance(rule, str):
-            raise TypeError(f"nanscan: ignore takes names, dtypes or a function, got {rule!r}")
-        elif not rule.startswith("kind:"):
-            names.append(rule)
-        elif rule.removeprefix("kind:") in KINDS:
-            kinds.add(rule.removeprefix("kind:"))
-        else:
-            raise ValueError(f"nanscan: unknown kind in {rule!r}; kinds are {', '.join(KINDS)}")
-    return lambda site, dtype: (
-        dtype in dtypes
-        or site.kind in kinds
-        or any(fnmatch.fnmatchcase(site.name, name) for name in names)
+        schedule=Schedule(every, warmup, max_overhead),
+        wants=wants(include, exclude),
+        ignores=ignores(ignore),
     )
 
 

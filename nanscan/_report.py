@@ -35,6 +35,8 @@ def report(finding: Finding) -> str:
     lines += _block("values", [counts, ", ".join(rest)] if rest else [counts])
     if finding.between:
         lines += _block("between", [f"{finding.between[0]}  and  {finding.between[1]}"])
+    if finding.unscanned:
+        lines += _block("unscanned", [", ".join(str(site) for site in finding.unscanned)])
     lines += _rows("given", finding.given)
     lines += _rows("before", finding.before)
     lines += _block("history", _history(finding))

@@ -16,6 +16,11 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DEFAULT_KINDS: tuple[Kind, ...] = ("input", "output", "grad", "param", "buffer", "loss", "probe")
 
+# By qualified name and, for a module, the module itself.
+Wants = Callable[[str, nn.Module | None], bool]
+# id, place, outermost, watched, sentinel; as nanscan._C.Calls.add takes them.
+OnAdd = Callable[[int, "ModulePlace", bool, bool, bool], None]
+
 _MAX_CHILDREN = 256  # of one container; later ones share a node, so that memory stays bounded
 _MAX_SOURCES = 64
 
@@ -51,13 +56,15 @@ class Place:
     Attributes:
         name: qualified name.
         parent: the module around it; None for an outermost one.
+        watched: no filter leaves it out.
     """
 
-    __slots__ = ("name", "parent")
+    __slots__ = ("name", "parent", "watched")
 
     def __init__(self, name: str, parent: ModulePlace | None) -> None:
         self.name = name
         self.parent = parent
+        self.watched = True
 
     def is_inside(self, other: Place) -> bool:
         """Whether this is `other` or lies within it."""
@@ -244,10 +251,12 @@ class Registry:
 
     Args:
         model: watch this model only; None: every module that is ever called.
+        wants: whether to watch a module, and its parameters and buffers, by qualified name.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, wants: Wants) -> None:
         self.only = model is not None
+        self._wants = wants
         self.places: dict[int, ModulePlace] = {}  # by id(module)
         # By id(parameter): the module that has it, under which name, and its place. No weak
         # reference to the parameter: torch.utils.swap_tensors, and so Module.to, would refuse it.
@@ -259,18 +268,21 @@ class Registry:
         self._buffers: list[tuple[weakref.ref[nn.Module], str, SinglePlace]] = []
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
         self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
-        self._on_add: Callable[[int, ModulePlace, bool], None] | None = None
+        self._on_add: OnAdd | None = None
         self._on_forget: Callable[[int], None] | None = None
         if model is not None:
             self._add_root(model)
 
-    def listen(
-        self, on_add: Callable[[int, ModulePlace, bool], None], on_forget: Callable[[int], None]
-    ) -> None:
-        """Tells of each module, now and later: id, place, if outermost; and of its end."""
+    def listen(self, on_add: OnAdd, on_forget: Callable[[int], None]) -> None:
+        """Tells of each module, now and later, and of its end."""
         self._on_add, self._on_forget = on_add, on_forget
         for key, place in self.places.items():
-            on_add(key, place, place.parent is None)
+            on_add(key, place, *self._role(place))
+
+    def _role(self, place: ModulePlace) -> tuple[bool, bool, bool]:
+        """Whether a module is outermost, watched, and a sentinel: it, or one right inside it."""
+        around = place.parent
+        return around is None, place.watched, around is None or around.parent is None
 
     def modules(self) -> Iterator[tuple[nn.Module, ModulePlace]]:
         """Every module that is known and alive."""
@@ -297,7 +309,7 @@ class Registry:
         for reference, key, place in self._buffers:
             module = reference()
             buffer = getattr(module, key, None)
-            if isinstance(buffer, torch.Tensor):
+            if place.watched and isinstance(buffer, torch.Tensor):
                 yield buffer, place
 
     def parameter(self, parameter: torch.Tensor, loose_name: str) -> ParameterPlace | None:
@@ -383,11 +395,12 @@ class Registry:
         place = self._by_name.get(name)
         if place is None:
             place = ModulePlace(name, parent, late_keywords=not self.only)
+            place.watched = self._wants(name, module)
             self._by_name[name] = place
         key = id(module)
         self.places[key] = place
         if self._on_add is not None:
-            self._on_add(key, place, parent is None)
+            self._on_add(key, place, *self._role(place))
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
         return place
 
@@ -398,6 +411,7 @@ class Registry:
             place = owner.parameters.get(key)
             if place is None:
                 place = owner.parameters[key] = ParameterPlace(full, owner)
+                place.watched = owner.watched and self._wants(full, None)
             known = self._known(id(parameter))
             if known is None:  # a tied weight goes by its first name
                 self._parameters[id(parameter)] = reference, key, place
@@ -407,6 +421,7 @@ class Registry:
             if key not in owner.buffers:
                 full = f"{name}.{key}".removeprefix(".")
                 owner.buffers[key] = SinglePlace(full, owner, "buffer")
+                owner.buffers[key].watched = owner.watched and self._wants(full, None)
                 self._buffers.append((reference, key, owner.buffers[key]))
 
     def _forget(self, key: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from nanscan import _C
 from nanscan._row import ROW, Rows, absmax, finite_max, finite_min, nonfinite
 from nanscan._scan import Record, ScanResult
+from nanscan._schedule import FULL, Turn
 from nanscan._sites import Node
 
 Describe = Callable[[int], tuple[str, tuple[int, ...]] | None]
@@ -39,6 +40,7 @@ class Snapshot:
         skips: optimizer steps that a GradScaler skipped, this one and those before without one
             that it let pass; 0: it let this one pass.
         scale: the GradScaler's then.
+        turn: what was scanned.
     """
 
     step: int
@@ -52,6 +54,7 @@ class Snapshot:
     keep: bool = False
     skips: int = 0
     scale: float = math.nan
+    turn: Turn = FULL
 
     def ready(self) -> bool:
         """Whether all rows arrived. Never blocks."""
@@ -105,6 +108,7 @@ class Table:
         self._rows = np.zeros((history, 0), ROW)
         self._order = np.zeros((history, 0), np.uint64)
         self._taken = 0
+        self.full_order = np.zeros(0, np.uint64)  # of the last step that scanned everything
 
     @property
     def visits(self) -> int:

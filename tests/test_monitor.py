@@ -650,7 +650,9 @@ def test_coverage():
     assert before["not_called"] == ["Partly", "attend", "attend.out_proj", "unused"]
     infer(model, batch())
     after = monitor.coverage()
-    assert set(after) == {"sites", "skipped", "not_called", "bytes"}
+    assert set(after) == {
+        *("sites", "skipped", "not_called", "left_out", "thinned", "overhead", "bytes"),
+    }
     assert after["not_called"] == ["attend.out_proj", "unused"]
     assert after["skipped"] == {}
     assert after["bytes"] > 16 * 128 * len(after["sites"])
