@@ -164,13 +164,16 @@ PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t coun
     PyErr_SetString(PyExc_TypeError, "nanscan: scan_many expects two lists of one length");
     return nullptr;
   }
+  // A copy of the list keeps its tensors alive: large scans release the GIL, and it may change.
+  const auto alive =
+      py::reinterpret_steal<py::object>(PyList_GetSlice(args[0], 0, PyList_GET_SIZE(args[0])));
+  if (!alive) return nullptr;
   std::vector<std::pair<PyObject*, int>> pairs;
-  std::vector<py::object> alive;  // large scans release the GIL, and the list may change
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
+  pairs.reserve(static_cast<size_t>(PyList_GET_SIZE(args[1])));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(alive.ptr()); ++i) {
     const int row = row_index(PyList_GET_ITEM(args[1], i), *table, false);
     if (row < 0) return nullptr;
-    alive.push_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(args[0], i)));
-    pairs.emplace_back(alive.back().ptr(), row);
+    pairs.emplace_back(PyList_GET_ITEM(alive.ptr(), i), row);
   }
   std::vector<std::pair<int, int>> refused;
   try {

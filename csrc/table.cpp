@@ -255,12 +255,16 @@ Status Table::scan_or_throw(PyObject* tensor, int index) {
   const Status status = view_scannable(tensor, view, LazyBits::kByStrides);
   if (status != kOk) return status;
   if (view.device.type == dlpack::kCUDA) return scan_on_device(view, index);
+  scan_on_host(view, index);
+  return kOk;
+}
+
+void Table::scan_on_host(const TensorView& view, int index) {
   const ScanTotals totals = scan_host(view, /*moments=*/false);
   Row& target = row(index);
   if (target.ticket == 0) describe(contexts_[index], view);
   note_visit(index);
   merge_into(target, totals, last_ticket_, [&] { return cpu::first_nonfinite(view); });
-  return kOk;
 }
 
 Status Table::scan_on_device(const TensorView& view, int index) {
@@ -327,17 +331,20 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto [tensor, index] = tensors[i];
     TensorView view;
-    Status status = view_scannable(tensor, view, LazyBits::kByStrides);
-    if (status == kOk && view.device.type == dlpack::kCUDA && view.elements > 0) {
+    const Status status = view_scannable(tensor, view, LazyBits::kByStrides);
+    if (status != kOk) {
+      refused.emplace_back(static_cast<int>(i), status);
+    } else if (view.device.type == dlpack::kCPU) {
+      scan_on_host(view, index);
+    } else if (view.elements == 0) {
+      scan_on_device(view, index);
+    } else {
       if (waiting.size() == kAtOnce ||
           (!waiting.empty() && waiting.front().first.device.id != view.device.id))
         flush();
       note_device_scan(view, index);
       waiting.emplace_back(view, index);
-      continue;
     }
-    if (status == kOk) status = scan_or_throw(tensor, index);
-    if (status != kOk) refused.emplace_back(static_cast<int>(i), status);
   }
   flush();
 }

@@ -151,6 +151,7 @@ class Table {
   cuda::Rows& device_rows(int ordinal);
   void note_device_scan(const TensorView& view, int index);
   Status scan_or_throw(PyObject* tensor, int index);
+  void scan_on_host(const TensorView& view, int index);
   Status scan_on_device(const TensorView& view, int index);
   std::unique_ptr<Arrival> send(bool reset);
 
