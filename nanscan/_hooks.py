@@ -6,6 +6,7 @@ while nothing is new is in csrc/calls.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -34,10 +35,10 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from nanscan import _C, _patches, _reference
-from nanscan._scan import prepare, scan_anywhere
+from nanscan._scan import check, prepare, scan_anywhere
 from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
-from nanscan._table import Scans, Table
+from nanscan._table import OptimizerFacts, Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason
 
 _RAISED = object()
@@ -489,18 +490,42 @@ class Hooks:
                 changed.append((buffer, place.node))
         self._scan_all(changed)
 
-    def parameter_of(
+    def facts(
         self, optimizer: Optimizer, place: ParameterPlace
-    ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-        """The tensor behind a place in an optimizer, with the options of its group."""
+    ) -> dict[ParameterPlace, OptimizerFacts]:
+        """What explains a bad parameter, if the optimizer steps it; scans its moments.
+
+        To be asked right after the step: one later they would be bad as well.
+        """
         plan = self._plan(optimizer)
         position = next((i for i, watched in plan.watched if watched is place), -1) if plan else -1
         for group in optimizer.param_groups:
             if 0 <= position < len(group["params"]):
-                options = {key: value for key, value in group.items() if key != "params"}
-                return group["params"][position], options
+                state = moments(optimizer, group["params"][position])
+                return {place: _facts(optimizer, group, state)}
             position -= len(group["params"])
-        return None
+        return {}
+
+    def facts_of_suspects(self, optimizer: Optimizer) -> dict[ParameterPlace, OptimizerFacts]:
+        """The same of every parameter whose optimizer's eps is 0 in its moments' dtype.
+
+        For steps that are judged later. Such settings are rare, and scanning their moments in every
+        step is the price of a diagnosis without waiting for the device.
+        """
+        plan = self._plan(optimizer)
+        places = dict(plan.watched) if plan is not None else {}
+        found, position = {}, 0
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            for parameter in group["params"]:
+                place = places.get(position)
+                position += 1
+                if place is None or not isinstance(eps, float) or parameter.dtype.itemsize > 2:  # noqa: PLR2004
+                    continue
+                state = moments(optimizer, parameter)
+                if any(torch.tensor(eps, dtype=moment.dtype).item() == 0 for _, moment in state):
+                    found[place] = _facts(optimizer, group, state)
+        return found
 
     def _plan(self, optimizer: Optimizer) -> _Plan | None:
         """Places of an optimizer's parameters; None if none of them is watched."""
@@ -645,6 +670,17 @@ def moments(optimizer: Optimizer, parameter: torch.Tensor) -> list[tuple[str, to
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name != "step"
     ]
+
+
+def _facts(
+    optimizer: Optimizer, group: dict[str, Any], state: list[tuple[str, torch.Tensor]]
+) -> OptimizerFacts:
+    options = {key: value for key, value in group.items() if key != "params"}
+    facts = OptimizerFacts(type(optimizer).__name__, options)
+    for name, moment in state:
+        with contextlib.suppress(TypeError, ValueError):
+            facts.moments[name] = check(moment, moments=True)
+    return facts
 
 
 class _Inert:

@@ -29,6 +29,7 @@ Seen = tuple[Site, ScanResult]
 
 _BEFORE = 5  # sites shown before a finding
 _BACKWARD = ("grad", "grad_output", "loss")  # kinds that a loss scale multiplies
+_BULK = ("grad", "param", "buffer", "state")  # kinds that are scanned many at once
 _HOW: dict[Verdict, str] = {
     "origin": "made here",
     "propagated": "handed on",
@@ -284,6 +285,11 @@ class _Step:
             and not self._judge._is_ignored(row, self._snapshot)  # noqa: SLF001
         ]
         tickets = {row: float(self._rows[row]["ticket"]) for row in rows}
+        for kind in _BULK:
+            # One launch scans them all, and the smallest tensor is the first done: take our order.
+            of_kind = [row for row in rows if self._table.nodes[row].kind == kind]
+            in_order = sorted(of_kind, key=self._order.__getitem__)
+            tickets |= zip(in_order, sorted(tickets[row] for row in of_kind), strict=True)
         for row in rows:
             node = self._table.nodes[row]
             if node.late:  # it went in before anything inside the module ran

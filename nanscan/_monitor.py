@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy.typing as npt
 import torch
@@ -24,12 +24,11 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from nanscan._diagnose import OptimizerFacts, causes
+from nanscan._diagnose import causes
 from nanscan._errors import NonFiniteError, NonFiniteWarning
 from nanscan._filters import Filter, Ignore, ignores, wants
-from nanscan._hooks import Hooks, moments
+from nanscan._hooks import Hooks
 from nanscan._judge import FAULTS, Finding, Judge, Judged
-from nanscan._scan import check
 from nanscan._schedule import Schedule
 from nanscan._sites import (
     DEFAULT_KINDS,
@@ -41,7 +40,7 @@ from nanscan._sites import (
     Site,
     Wants,
 )
-from nanscan._table import Scans, Snapshot, Sweep, Table
+from nanscan._table import OptimizerFacts, Scans, Snapshot, Sweep, Table
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
 
@@ -302,6 +301,8 @@ class Monitor:
                     return
                 snapshot.skips, snapshot.scale = self._skips, scale
                 snapshot.turn = self._hooks.turn
+                if optimizer is not None and snapshot.arrival is not None:
+                    snapshot.facts = self._hooks.facts_of_suspects(optimizer)
                 self._pending.append(snapshot)
             self._step += 1
             self._next_turn()
@@ -338,13 +339,25 @@ class Monitor:
                     self._table.full_order = snapshot.order.copy()
                 # What an optimizer holds now explains the step that it has just made, no other.
                 current = optimizer if snapshot.whole and not self._pending else None
-                self._conclude(self._judge.judge(snapshot), current)
+                self._conclude(self._judge.judge(snapshot), snapshot.facts, current)
 
-    def _conclude(self, judged: list[Judged], optimizer: Optimizer | None) -> None:
+    def _conclude(
+        self,
+        judged: list[Judged],
+        facts: dict[ParameterPlace, OptimizerFacts],
+        optimizer: Optimizer | None,
+    ) -> None:
         self._judged_ticket = self._table.last_ticket
-        for number, item in enumerate(judged):
-            facts = self._optimizer_facts(item, optimizer) if number < _MAX_EXPLAINED else None
-            item.finding.causes = causes(item, facts)
+        for item in judged[:_MAX_EXPLAINED]:
+            place = item.node.place
+            if item.node.kind == "param" and isinstance(place, ParameterPlace):
+                if optimizer is not None and place not in facts:
+                    facts |= self._hooks.facts(optimizer, place)
+                self._add_given(item, facts.get(place))
+        for item in judged:
+            place = item.node.place
+            known = facts.get(place) if isinstance(place, ParameterPlace) else None
+            item.finding.causes = causes(item, known)
         new = [item.finding for item in judged]
         if any(finding.verdict in FAULTS for finding in new):
             self.scan_fully()
@@ -352,25 +365,10 @@ class Monitor:
         self._found += len(new)
         self._act(new)
 
-    def _optimizer_facts(
-        self, judged: Judged, optimizer: Optimizer | None
-    ) -> OptimizerFacts | None:
-        """Scans a bad parameter's moments now: a step later they would be bad as well."""
-        place = judged.node.place
-        if optimizer is None or judged.node.kind != "param":
-            return None
-        if not isinstance(place, ParameterPlace):
-            return None
-        found = self._hooks.parameter_of(optimizer, place)
-        if found is None:
-            return None
-        parameter, options = found
-        facts = OptimizerFacts(type(optimizer).__name__, options)
-        for name, moment in moments(optimizer, parameter):
-            with contextlib.suppress(TypeError, ValueError):
-                facts.moments[name] = check(moment, moments=True)
-                judged.finding.given.append((place.moment(name).site, facts.moments[name]))
-        return facts
+    def _add_given(self, judged: Judged, facts: OptimizerFacts | None) -> None:
+        for name, moment in facts.moments.items() if facts is not None else ():
+            place = cast("ParameterPlace", judged.node.place)
+            judged.finding.given.append((place.moment(name).site, moment))
 
     # -- actions ---------------------------------------------------------------------------------
 
