@@ -1,5 +1,6 @@
 """Finds the layer, the tensor and the step in which a PyTorch model first went NaN or Inf."""
 
+from nanscan._actions import Saved, load_saved
 from nanscan._errors import NonFiniteError, NonFiniteWarning
 from nanscan._judge import Cause, Finding
 from nanscan._monitor import Monitor, disable, enable, probe, watch
@@ -14,6 +15,7 @@ __all__ = [
     "Monitor",
     "NonFiniteError",
     "NonFiniteWarning",
+    "Saved",
     "ScanResult",
     "Site",
     "assert_finite",
@@ -21,6 +23,7 @@ __all__ = [
     "check_many",
     "disable",
     "enable",
+    "load_saved",
     "probe",
     "watch",
 ]

@@ -35,6 +35,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from nanscan import _C, _patches, _reference
+from nanscan._actions import Gradients, Skipper, is_stand_in
 from nanscan._scan import check, prepare, scan_anywhere
 from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
@@ -64,6 +65,9 @@ class Hooks:
         on_forward: called after an outermost module call, with its place.
         on_step: called after an optimizer step, with the optimizer.
         on_skip: called when a GradScaler skipped an optimizer's step, with both.
+        on_call: called before an outermost module call, with module and arguments; None: never.
+        on_gradients: called when the gradients of an optimizer were scanned before its step.
+        skipper: keeps optimizers from steps on non-finite gradients, if that is asked for.
     """
 
     def __init__(  # noqa: PLR0913 - wiring, in one place
@@ -76,6 +80,9 @@ class Hooks:
         on_forward: Callable[[ModulePlace], None],
         on_step: Callable[[Optimizer], None],
         on_skip: Callable[[Optimizer, GradScaler], None],
+        on_call: Callable[[nn.Module, Any, Any], None] | None = None,
+        on_gradients: Callable[[], None] = lambda: None,
+        skipper: Skipper | None = None,
     ) -> None:
         self._registry = registry
         self._table = table
@@ -97,6 +104,10 @@ class Hooks:
         self._on_forward = on_forward
         self._on_step = on_step
         self._on_skip = on_skip
+        self._on_call = on_call
+        self._on_gradients = on_gradients
+        self._skipper = skipper
+        self._bad_gradients = -1  # resets of the table before a gradient last went bad
         self._handles: list[RemovableHandle] = []
         self._step_handle: RemovableHandle | None = None
         self._plans: dict[int, _Plan] = {}  # by id(optimizer)
@@ -134,6 +145,8 @@ class Hooks:
         if self._handles:
             return
         _patches.listen(self)
+        if self._on_call is not None:  # registered first, so that nothing runs yet when it looks
+            self._handles.append(register_module_forward_pre_hook(self.call_begins))
         self._attach_modules()
         self._handles.append(register_optimizer_step_pre_hook(self.before_step))
         if self._step_handle is None:
@@ -190,6 +203,15 @@ class Hooks:
         return _Inert, ()
 
     # -- module calls ----------------------------------------------------------------------------
+
+    def call_begins(self, module: nn.Module, args: Any) -> None:
+        """Tells of calls that no other encloses, and that repeat none for a checkpoint."""
+        if _is_tracing():
+            return
+        if self._calls.running is not None or self._on_call is None or self.is_recomputing():
+            return
+        if not self._registry.only or id(module) in self._registry.places:
+            self._on_call(module, args, _keywords_of_call())
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Scans what goes into a module and was not seen before."""
@@ -419,26 +441,58 @@ class Hooks:
 
     # -- optimizer steps -------------------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Scans gradients in the order in which backward made them, as far as that is known."""
+    def before_step(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Scans gradients in the order in which backward made them, as far as that is known.
+
+        Returns:
+            What to call the step with instead, if it is not to be taken.
+        """
+        if is_stand_in(optimizer):  # the step of a base class, inside of one that we know
+            return None
         self._stepping.optimizer = 0
         self._stepping.stepped = True
         if _is_tracing():
-            return
+            return None
         plan = self._plan(optimizer)
         if plan is None or self._step_handle is None:
-            return
+            return None
         _move_to_end(self._step_handle)
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
+        if self._skipper is not None:
+            return self._skipper.before(
+                optimizer, args, kwargs, lambda: self._look_at_gradients(optimizer, plan)
+            )
         self._scan_gradients(optimizer, plan)
+        self._on_gradients()
+        return None
 
     def _scan_gradients(self, optimizer: Optimizer, plan: _Plan) -> None:
-        if "grad" in self._kinds and self.turn.period:
-            began = time.perf_counter()
+        if "grad" in self._kinds and (self.turn.period or self._skipper is not None):
+            began, ticket = time.perf_counter(), self._table.last_ticket
             parameters = _parameters(optimizer)
             pairs = [(parameters[i].grad, place.grad) for i, place in plan.backward]
             self._scan_all([(grad, node) for grad, node in pairs if grad is not None])
+            if self._table.last_ticket != ticket:
+                self._bad_gradients = self._table.resets
             self._cost.rest += time.perf_counter() - began
+
+    def _look_at_gradients(self, optimizer: Optimizer, plan: _Plan) -> Gradients:
+        """Scans gradients; returns those that may be bad, for all that the host knows."""
+        if plan.has_loose:  # before a closure ran, its model may not have been known
+            plan = self._stepping.plan = self._plan(optimizer) or plan
+        self._scan_gradients(optimizer, plan)
+        self._on_gradients()
+        # A row takes a ticket once: after that it does not tell whether a later scan was bad.
+        fine = self._bad_gradients != self._table.resets
+        parameters = _parameters(optimizer)
+        pairs = [(parameters[i].grad, place.grad.site) for i, place in plan.backward]
+        return [
+            (grad, site)
+            for grad, site in pairs
+            if grad is not None and not (fine and grad.device.type == "cpu")
+        ]
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans parameters, and moments when asked for, and ends the step."""
@@ -446,6 +500,8 @@ class Hooks:
             return
         _in_post_hooks.append(self)
         try:
+            if self._skipper is not None:
+                self._skipper.after(optimizer, args, kwargs)
             if self._stepping.optimizer == id(optimizer) and self._handles:
                 self._stepping.optimizer = 0
                 self._ran = False
@@ -640,6 +696,14 @@ def _move_to_end(handle: RemovableHandle) -> None:
 def _remove_step_hooks() -> None:
     while _leaving:
         _leaving.pop().remove_step_hook()
+
+
+def _keywords_of_call() -> Any:
+    """Keyword arguments of the module call whose global pre-hook runs: torch does not pass them."""
+    frame = sys._getframe(2)  # noqa: SLF001
+    while frame.f_code is not _CALL and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_locals.get("kwargs", {})
 
 
 def _is_passing(traceback: TracebackType | None) -> bool:

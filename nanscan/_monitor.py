@@ -24,6 +24,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from nanscan._actions import Call, Saver, Skipper
 from nanscan._diagnose import causes
 from nanscan._errors import NonFiniteError, NonFiniteWarning
 from nanscan._filters import Filter, Ignore, ignores, wants
@@ -36,6 +37,7 @@ from nanscan._sites import (
     Kind,
     ModulePlace,
     ParameterPlace,
+    Place,
     Registry,
     Site,
     Wants,
@@ -72,6 +74,8 @@ class Monitor:
         schedule: Schedule,
         wants: Wants,
         ignores: Callable[[Site, torch.dtype], bool],
+        skip_step: bool,
+        save: Path | None,
     ) -> None:
         self._action = action
         self._lock = threading.RLock()
@@ -86,7 +90,13 @@ class Monitor:
             on_forward=self._forward_ended,
             on_step=self._optimizer_stepped,
             on_skip=self._optimizer_skipped,
+            on_call=None if save is None else self._call_begins,
+            on_gradients=self._gradients_scanned,
+            skipper=Skipper(ignores) if skip_step else None,
         )
+        self._saver = None if save is None else Saver(save, self._registry)
+        self._holds = False  # acts on nothing for now
+        self._held: list[Finding] = []  # to act on when the step ends
         self._schedule = schedule
         self._step_began = time.perf_counter()
         self._hooks.set_turn(schedule.turn(0))
@@ -259,12 +269,14 @@ class Monitor:
         with self._lock:
             if self._may_be_bad():
                 self._look()  # what other models did before comes first
-            self._pending.append(Sweep(self._step, scans))
+            self._pending.append(Sweep(self._step, scans, self._calls()))
             self._judge_arrived()
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         self._waits_for_optimizer = True
         self._skips = 0
+        if self._saver is not None:
+            self._saver.steps += 1
         if not self._manual:
             self._end_step(optimizer)
 
@@ -273,6 +285,32 @@ class Monitor:
         self._skips += 1
         if not self._manual:
             self._end_step(optimizer, scaler.get_scale())
+
+    def _call_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._saver is not None:
+            with self._lock:
+                if self._saver.knows(module) and self._may_be_bad():
+                    self._look_ahead()
+                self._saver.begin(module, args, kwargs)
+
+    def _gradients_scanned(self) -> None:
+        if self._saver is not None and self._table.last_ticket != self._judged_ticket:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Judges, and saves while inputs and parameters still are what they were in the step.
+
+        Whoever is to be told is told when the step ends, as if this had not been.
+        """
+        with self._lock:
+            self._holds = True
+            try:
+                self._look()
+            finally:
+                self._holds = False
+
+    def _calls(self) -> tuple[Call, ...]:
+        return () if self._saver is None else self._saver.calls
 
     def _forward_ended(self, place: ModulePlace) -> None:
         if self._manual or torch._C._current_autograd_node() is not None:  # noqa: SLF001
@@ -283,7 +321,7 @@ class Monitor:
             self._end_step(None)
         elif torch.is_grad_enabled():
             # Its last call led to no optimizer step: accumulation, or a GradScaler skipped it.
-            if place in self._ended and self._may_be_bad():
+            if place in self._ended and (self._held or self._may_be_bad()):
                 self._look()
             self._ended.add(place)
         else:  # validation, which starts afresh, or a teacher amid a step, which must not split it
@@ -301,10 +339,13 @@ class Monitor:
                     return
                 snapshot.skips, snapshot.scale = self._skips, scale
                 snapshot.turn = self._hooks.turn
+                snapshot.calls = self._calls()
                 if optimizer is not None and snapshot.arrival is not None:
                     snapshot.facts = self._hooks.facts_of_suspects(optimizer)
                 self._pending.append(snapshot)
             self._step += 1
+            if self._saver is not None:
+                self._saver.forget()
             self._next_turn()
             self._ended.clear()
             self._judge_arrived(optimizer)
@@ -322,7 +363,10 @@ class Monitor:
                 snapshot = self._table.take(self._step, keep=False, reset=reset)
                 if snapshot is not None:
                     snapshot.turn = self._hooks.turn
+                    snapshot.calls = self._calls()
                     self._pending.append(snapshot)
+            if reset and self._saver is not None:
+                self._saver.forget()
             self._judge_arrived()
 
     def _judge_arrived(self, optimizer: Optimizer | None = None, *, wait: bool = False) -> None:
@@ -339,14 +383,15 @@ class Monitor:
                     self._table.full_order = snapshot.order.copy()
                 # What an optimizer holds now explains the step that it has just made, no other.
                 current = optimizer if snapshot.whole and not self._pending else None
-                self._conclude(self._judge.judge(snapshot), snapshot.facts, current)
+                self._conclude(self._judge.judge(snapshot), snapshot, current)
 
     def _conclude(
         self,
         judged: list[Judged],
-        facts: dict[ParameterPlace, OptimizerFacts],
+        snapshot: Snapshot,
         optimizer: Optimizer | None,
     ) -> None:
+        facts = snapshot.facts
         self._judged_ticket = self._table.last_ticket
         for item in judged[:_MAX_EXPLAINED]:
             place = item.node.place
@@ -363,7 +408,7 @@ class Monitor:
             self.scan_fully()
         self._findings.extend(new)
         self._found += len(new)
-        self._act(new)
+        self._act(new, snapshot.calls)
 
     def _add_given(self, judged: Judged, facts: OptimizerFacts | None) -> None:
         for name, moment in facts.moments.items() if facts is not None else ():
@@ -372,14 +417,22 @@ class Monitor:
 
     # -- actions ---------------------------------------------------------------------------------
 
-    def _act(self, new: list[Finding]) -> None:
+    def _act(self, new: list[Finding], calls: tuple[Call, ...]) -> None:
         """Acts on the first fault of an episode, and on what is no fault, each time."""
         faults = [finding for finding in new if finding.verdict in FAULTS]
         first = faults[0] if faults and not self._announced else None
         self._announced = self._judge.in_episode  # before acting: an action may raise
-        for finding in new:
-            if finding.verdict not in FAULTS or finding is first:
-                self._act_on(finding)
+        if first is not None and self._saver is not None:
+            self._saver.save(first, self._place_of(first.site), calls)
+        for finding in self._held:  # the first fault of this step, if that was judged ahead
+            if finding.verdict in FAULTS:
+                finding.affected += [fault.site for fault in faults]
+        self._held += [f for f in new if f.verdict not in FAULTS or f is first]
+        while self._held and not self._holds:
+            self._act_on(self._held.pop(0))
+
+    def _place_of(self, site: Site) -> Place | None:
+        return next((node.place for node in self._table.nodes if node.site == site), None)
 
     def _act_on(self, finding: Finding) -> None:
         text = f"nanscan: {finding}"
@@ -436,6 +489,15 @@ def _check_target(model: object, kinds: frozenset[str], action: object) -> None:
         )
 
 
+def _check_actions(kinds: frozenset[str], skip_step: object, save: object) -> None:
+    if not isinstance(skip_step, bool):
+        raise TypeError(f"nanscan: skip_step must be True or False, got {skip_step!r}")
+    if skip_step and "grad" not in kinds:
+        raise ValueError('nanscan: skip_step needs gradients: add "grad" to kinds')
+    if save is not None and not isinstance(save, (str, os.PathLike)):
+        raise TypeError(f"nanscan: save must be the path of a folder or None, got {save!r}")
+
+
 def _check_count(name: str, value: object, least: int, what: str) -> None:
     if not isinstance(value, int) or value < least:
         raise ValueError(f"nanscan: {name} must be {what}, got {value!r}")
@@ -455,6 +517,8 @@ def enable(  # noqa: PLR0913 - options by name
     every: int = 1,
     warmup: int = 0,
     max_overhead: float | None = None,
+    skip_step: bool = False,
+    save: str | os.PathLike[str] | None = None,
 ) -> Monitor:
     """Turns the hooks on, for one model or for every module of the process.
 
@@ -485,6 +549,21 @@ def enable(  # noqa: PLR0913 - options by name
             enough, module outputs by turns; the loss, gradients, and outputs of the outermost
             modules and of those right inside them in every step. After a fault the next steps are
             scanned in full. `coverage` tells what is thinned out.
+        skip_step: an optimizer does not take a step in which a gradient that it is about to use is
+            non-finite: parameters and state stay bit for bit as if `step()` had not been called,
+            and gradients as they are. All else goes on: the closure's loss is returned, a scheduler
+            steps, the finding is acted on. Gradients are then scanned in every step. For any
+            optimizer that finds its parameters in `param_groups`; where a closure makes the
+            gradients, it is called once, or this is LBFGS, which needs memory for a copy of the
+            parameters then. Each process decides by its own gradients: not for sharded ones, where
+            others would take the step. What `ignore` matches is no reason to skip.
+        save: a folder. The first bad step of an episode, and of a run the first three of these, is
+            written to "step-<n>-rank-<r>" in it, for `load_saved`: inputs of the outermost module's
+            last call, states of random number generators before that, parameters and buffers up
+            to 1 GiB. Until a step is judged, the inputs of its calls are kept alive; nothing is
+            copied until it is bad. What was changed in place since the call, and what torch.load
+            does not take with weights_only=True, is left out with a note. If the folder cannot be
+            written, that is logged, once, and nothing else happens.
 
     Returns:
         The monitor; `close` it or call `disable`.
@@ -493,10 +572,14 @@ def enable(  # noqa: PLR0913 - options by name
         TypeError: `model` is no module.
         ValueError: an unknown kind or action, or a number out of range.
 
-    Synchronization: none, in hooks either.
+    Synchronization: none, in hooks either, with these exceptions. Under `skip_step`, gradients on
+        the CPU need none, and on CUDA devices a fused Adam, AdamW, Adagrad or SGD none from the
+        second step on: it gets `found_inf`, computed on the device. All others wait once a step
+        for their gradients. Writing a step under `save` waits for what it writes.
     """
     wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
     _check_target(model, wanted, action)
+    _check_actions(wanted, skip_step, save)
     _check_count("history", history, 1, "a positive number of steps")
     _check_count("max_skips", max_skips, 2, "at least 2")
     _check_count("every", every, 1, "a positive number of steps")
@@ -518,6 +601,8 @@ def enable(  # noqa: PLR0913 - options by name
         schedule=Schedule(every, warmup, max_overhead),
         wants=wants(include, exclude),
         ignores=ignores(ignore),
+        skip_step=skip_step,
+        save=None if save is None else Path(save),
     )
 
 

@@ -227,7 +227,10 @@ class Table:
                 order[node.row] = position
                 if rows[node.row]["ticket"]:
                     rows[node.row]["ticket"] = position
-        return Snapshot(sweep.step, rows, order, notable, False, descriptions.get, untrained=True)
+        describe = descriptions.get
+        swept = Snapshot(sweep.step, rows, order, notable, False, describe, untrained=True)
+        swept.calls = sweep.calls
+        return swept
 
     def merge(self, row: int, tensor: torch.Tensor, record: Rows) -> None:
         """Merges a scan that plain torch made, where there are no kernels."""
