@@ -270,8 +270,19 @@ class _Step:
     def note(self, row: int) -> None:
         """From here on this row counts as bad for what comes after it."""
         self._earlier.add(row)
-        node = self._table.nodes[row]
+        node = self._node(row)
         self._made |= node.kind != "input" or node.place.parent is not None
+
+    def _node(self, row: int) -> Node:
+        """The node of a row. A keyword argument that global hooks saw late, first where it was
+        handed on to, belongs to the outermost module that was given it.
+        """  # noqa: D205
+        node = self._table.nodes[row]
+        place = node.place.parent if node.late else None
+        while place is not None:
+            node = next((n for n in place.keywords.walk() if row in n.sources), node)
+            place = place.parent
+        return node
 
     # -- which rows are bad, in what order ---------------------------------------------------------
 
@@ -291,7 +302,7 @@ class _Step:
             in_order = sorted(of_kind, key=self._order.__getitem__)
             tickets |= zip(in_order, sorted(tickets[row] for row in of_kind), strict=True)
         for row in rows:
-            node = self._table.nodes[row]
+            node = self._node(row)
             if node.late:  # it went in before anything inside the module ran
                 inside = [
                     tickets[r] for r in rows if self._table.nodes[r].place.is_inside(node.place)
@@ -338,7 +349,7 @@ class _Step:
         return [nodes[r].site for r in sorted(missing, key=order.__getitem__)]
 
     def _judged(self, row: int) -> Judged:
-        node = self._table.nodes[row]
+        node = self._node(row)
         judged = self.describe(row, "origin")
         if self._snapshot.untrained:
             judged.untrained = True
@@ -388,7 +399,7 @@ class _Step:
         return [judged]
 
     def describe(self, row: int, verdict: Verdict) -> Judged:
-        node = self._table.nodes[row]
+        node = self._node(row)
         finding = Finding(
             step=self._snapshot.step,
             rank=self._judge._rank,  # noqa: SLF001
