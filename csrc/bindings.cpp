@@ -107,6 +107,7 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
+  const Calls::Timer timer(*calls);
   return none_if(calls->before(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
@@ -114,6 +115,7 @@ PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) 
 PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
+  const Calls::Timer timer(*calls);
   return none_if(calls->after(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
@@ -121,6 +123,7 @@ PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* calls_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 4, 4)) return nullptr;
+  const Calls::Timer timer(*calls);
   return none_if(calls->leaf(args[0], args[1], args[2], args[3]));
 }
 
@@ -161,13 +164,16 @@ PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t coun
     PyErr_SetString(PyExc_TypeError, "nanscan: scan_many expects two lists of one length");
     return nullptr;
   }
+  // A copy of the list keeps its tensors alive: large scans release the GIL, and it may change.
+  const auto alive =
+      py::reinterpret_steal<py::object>(PyList_GetSlice(args[0], 0, PyList_GET_SIZE(args[0])));
+  if (!alive) return nullptr;
   std::vector<std::pair<PyObject*, int>> pairs;
-  std::vector<py::object> alive;  // large scans release the GIL, and the list may change
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
+  pairs.reserve(static_cast<size_t>(PyList_GET_SIZE(args[1])));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(alive.ptr()); ++i) {
     const int row = row_index(PyList_GET_ITEM(args[1], i), *table, false);
     if (row < 0) return nullptr;
-    alive.push_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(args[0], i)));
-    pairs.emplace_back(alive.back().ptr(), row);
+    pairs.emplace_back(PyList_GET_ITEM(alive.ptr(), i), row);
   }
   std::vector<std::pair<int, int>> refused;
   try {
@@ -346,18 +352,25 @@ void define_cuda(py::module_& m) {
 
 void define_calls(py::module_& m) {
   py::class_<Calls>(m, "Calls")
-      .def(py::init([](Table& table, py::handle slow, bool inputs, bool outputs, bool late) {
-             return std::make_unique<Calls>(table, slow.ptr(), inputs, outputs, late);
+      .def(py::init([](Table& table, py::handle slow, bool inputs, bool outputs, bool late,
+                       bool gradients) {
+             return std::make_unique<Calls>(table, slow.ptr(), inputs, outputs, late, gradients);
            }),
            py::arg("table"), py::arg("slow"), py::arg("inputs"), py::arg("outputs"),
-           py::arg("late_keywords"), py::keep_alive<1, 2>())
+           py::arg("late_keywords"), py::arg("gradients"), py::keep_alive<1, 2>())
       .def("add",
-           [](Calls& calls, uintptr_t module, py::handle place, bool outermost) {
-             calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost);
+           [](Calls& calls, uintptr_t module, py::handle place, bool outermost, bool watched,
+              bool sentinel) {
+             calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost, watched,
+                       sentinel);
            })
       .def("remove", [](Calls& calls,
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
       .def("forget_running", &Calls::forget_running)
+      .def("set_turn", &Calls::set_turn)
+      .def("set_timed", &Calls::set_timed)
+      .def("take_cost", &Calls::take_cost)
+      .def_property_readonly("recomputing", &Calls::recomputing)
       .def_property_readonly("running",
                              [](Calls& calls) {
                                PyObject* place = calls.running();

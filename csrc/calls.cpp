@@ -1,6 +1,7 @@
 #include "calls.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace nanscan {
 namespace {
@@ -8,6 +9,11 @@ namespace {
 uint64_t next_serial() {
   static uint64_t last = 0;
   return ++last;
+}
+
+uint64_t now() {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::nanoseconds(since).count());
 }
 
 // Calls slow.name(...) with borrowed arguments. Returns a new reference or null.
@@ -33,12 +39,14 @@ int take_row(PyObject* result) {
 
 }  // namespace
 
-Calls::Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_keywords)
+Calls::Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_keywords,
+             bool gradients)
     : table_(table),
       slow_(slow),
       inputs_(inputs),
       outputs_(outputs),
       late_keywords_(late_keywords),
+      gradients_(gradients),
       serial_(next_serial()),
       name_unknown_(PyUnicode_InternFromString("unknown")),
       name_is_running_(PyUnicode_InternFromString("is_running")),
@@ -46,13 +54,17 @@ Calls::Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_
       name_input_(PyUnicode_InternFromString("new_input")),
       name_keywords_(PyUnicode_InternFromString("keywords")),
       name_output_(PyUnicode_InternFromString("new_output")),
+      name_gradient_(PyUnicode_InternFromString("gradient")),
+      name_is_recomputing_(PyUnicode_InternFromString("is_recomputing")),
+      name_requires_grad_(PyUnicode_InternFromString("requires_grad")),
       name_forward_ended_(PyUnicode_InternFromString("forward_ended")) {}
 
 Calls::~Calls() {
   forget_running();
   for (auto& entry : modules_) release(entry.second);
   for (PyObject* name : {name_unknown_, name_is_running_, name_first_call_, name_input_,
-                         name_keywords_, name_output_, name_forward_ended_})
+                         name_keywords_, name_output_, name_gradient_, name_requires_grad_,
+                         name_is_recomputing_, name_forward_ended_})
     Py_DECREF(name);
 }
 
@@ -62,9 +74,23 @@ void Calls::release(Module* module) {
   delete module;
 }
 
-void Calls::add(const void* module, PyObject* place, bool outermost) {
+void Calls::add(const void* module, PyObject* place, bool outermost, bool watched, bool sentinel) {
   remove(module);
-  modules_[module] = new Module{module, Py_NewRef(place), outermost};
+  modules_[module] =
+      new Module{module, Py_NewRef(place), outermost, watched, sentinel, next_phase_++};
+}
+
+void Calls::Timer::begin() { began_ = now(); }
+
+void Calls::Timer::end() {
+  calls_.nanoseconds_ += now() - began_;
+  ++calls_.counted_;
+}
+
+std::pair<uint64_t, uint64_t> Calls::take_cost() {
+  const std::pair<uint64_t, uint64_t> cost{nanoseconds_, counted_};
+  nanoseconds_ = counted_ = 0;
+  return cost;
 }
 
 void Calls::remove(const void* module) {
@@ -77,7 +103,7 @@ void Calls::remove(const void* module) {
 
 void Calls::forget_running() {
   for (auto& entry : stacks_) {
-    Stack stack;
+    std::vector<Module*> stack;
     stack.swap(entry.second);
     for (Module* module : stack) release(module);
   }
@@ -117,7 +143,7 @@ bool Calls::drop_interrupted() {
   PyObject* answer = key ? call(slow_, name_is_running_, key) : nullptr;
   Py_XDECREF(key);
   if (answer == Py_False) {
-    Stack stack;
+    std::vector<Module*> stack;
     stack.swap(running);
     for (Module* module : stack) release(module);
   }
@@ -143,12 +169,24 @@ bool Calls::find_or_ask(PyObject* module, Module*& entry) {
   return false;
 }
 
+// A call that no other encloses: does it belong to a backward?
+bool Calls::note_recomputing() {
+  if (!stack().empty()) return true;
+  PyObject* answer = call(slow_, name_is_recomputing_);
+  stack().recomputing = answer == Py_True;
+  return succeeded(answer);
+}
+
 bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
   Module* entry;
   if (!find_or_ask(module, entry)) return false;
   if (!entry) return true;
+  if (!note_recomputing()) {
+    release(entry);
+    return false;
+  }
   stack().push_back(entry);
-  if (!inputs_) return true;
+  if (!scans_inputs(*entry)) return true;
   acquire(entry);  // `slow` may close the monitor, which empties the stack
   const bool done =
       visit_inputs(*entry, args) && (late_keywords_ || visit_keywords(*entry, kwargs));
@@ -160,9 +198,11 @@ bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* o
   Module* entry;
   if (!find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  const bool done = (!inputs_ || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
-                    (!outputs_ || visit_output(*entry, output)) &&
-                    (!stack().empty() || succeeded(call(slow_, name_forward_ended_, entry->place)));
+  const bool done =
+      note_recomputing() &&
+      (!scans_inputs(*entry) || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
+      (!outputs_ || !scans(*entry) || visit_output(*entry, output)) &&
+      (!stack().empty() || succeeded(call(slow_, name_forward_ended_, entry->place)));
   release(entry);
   return done;
 }
@@ -210,15 +250,17 @@ bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
   running.pop_back();
   const bool outermost = running.empty();
   const bool done = !output ||  // the module raised
-                    ((!inputs_ || !late_keywords_ || visit_keywords(*entry, kwargs)) &&
-                     (!outputs_ || visit_output(*entry, output)) &&
+                    ((!late_keywords_ || !scans_inputs(*entry) || visit_keywords(*entry, kwargs)) &&
+                     (!outputs_ || !scans(*entry) || visit_output(*entry, output)) &&
                      (!outermost || succeeded(call(slow_, name_forward_ended_, entry->place))));
   release(entry);
   return done;
 }
 
 bool Calls::visit_output(Module& module, PyObject* output) {
-  const int row = table_.visit(output, module.output_row);
+  int& own_row = stack().recomputing ? module.recomputed_row : module.output_row;
+  const int row = table_.visit(output, own_row);
+  if (row >= 0 && row == own_row && gradients_) return watch_gradient(module, output);
   if (row >= 0 || row == kNotFloat) return true;
   if (row == kFailed) return false;
   PyObject* status = PyLong_FromLong(row);
@@ -226,8 +268,15 @@ bool Calls::visit_output(Module& module, PyObject* output) {
       take_row(status ? call(slow_, name_output_, module.place, output, status) : nullptr);
   Py_XDECREF(status);
   if (own == -1 && PyErr_Occurred()) return false;
-  module.output_row = own;
+  own_row = own;
   return true;
+}
+
+bool Calls::watch_gradient(Module& module, PyObject* output) {
+  PyObject* requires_grad = PyObject_GetAttr(output, name_requires_grad_);
+  Py_XDECREF(requires_grad);  // a bool: it lives on
+  if (requires_grad != Py_True) return requires_grad != nullptr;
+  return succeeded(call(slow_, name_gradient_, module.place, output));
 }
 
 }  // namespace nanscan

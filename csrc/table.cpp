@@ -175,14 +175,14 @@ SeenTensors::Entry* SeenTensors::find(PyObject* tensor) {
   return entry.tensor ? &entry : nullptr;
 }
 
-void SeenTensors::put(PyObject* tensor, PyObject* weakref, int64_t version, int row) {
+void SeenTensors::put(const Entry& entry) {
   if (2 * used_ >= entries_.size()) grow();
-  Entry& entry = slot(tensor);
-  if (entry.tensor)
-    Py_DECREF(entry.weakref);
+  Entry& place = slot(entry.tensor);
+  if (place.tensor)
+    Py_DECREF(place.weakref);
   else
     ++used_;
-  entry = {tensor, weakref, version, row};
+  place = entry;
 }
 
 void SeenTensors::clear() {
@@ -255,23 +255,31 @@ Status Table::scan_or_throw(PyObject* tensor, int index) {
   const Status status = view_scannable(tensor, view, LazyBits::kByStrides);
   if (status != kOk) return status;
   if (view.device.type == dlpack::kCUDA) return scan_on_device(view, index);
+  scan_on_host(view, index);
+  return kOk;
+}
+
+void Table::scan_on_host(const TensorView& view, int index) {
   const ScanTotals totals = scan_host(view, /*moments=*/false);
+  latest_device_ = -1;
   Row& target = row(index);
   if (target.ticket == 0) describe(contexts_[index], view);
   note_visit(index);
   merge_into(target, totals, last_ticket_, [&] { return cpu::first_nonfinite(view); });
-  return kOk;
 }
 
 Status Table::scan_on_device(const TensorView& view, int index) {
   note_device_scan(view, index);
   if (view.elements == 0) {  // nothing to launch, but a call
+    latest_device_ = -1;
     merge_into(row(index), ScanTotals{}, last_ticket_, [] { return uint64_t{0}; });
     return kOk;
   }
   cuda::Rows& rows = device_rows(view.device.id);
   void* const stream = stream_of(rows.device());
   const cuda::Target target{rows.row(index), rows.tickets(), stream, false, false};
+  latest_device_ = view.device.id;
+  latest_stream_ = stream;
   const cuda::Rows::Launch launch(rows, stream);
   const ReleaseGil release;
   rows.device().scan(view, target);
@@ -284,9 +292,7 @@ int Table::visit(PyObject* tensor, int index) {
   if (known) {
     version = version_of(tensor, expect_inference_);  // may let other threads run: look only after
     const SeenTensors::Entry* seen = seen_.find(tensor);
-    if (version != kNoVersion && seen && seen->version == version &&
-        refers_to(seen->weakref, tensor))
-      return seen->row;
+    if (seen && is_seen(*seen, tensor, version)) return seen->row;
   }
   if (index < 0) {
     TensorView view;
@@ -299,10 +305,18 @@ int Table::visit(PyObject* tensor, int index) {
   if (version == kNoVersion) return index;
   PyObject* weakref = PyWeakref_NewRef(tensor, nullptr);
   if (weakref)
-    seen_.put(tensor, weakref, version, index);
+    seen_.put({tensor, weakref, version, index, latest_device_, latest_stream_});
   else
     PyErr_Clear();
   return index;
+}
+
+bool Table::is_seen(const SeenTensors::Entry& seen, PyObject* tensor, int64_t version) const {
+  if (version == kNoVersion || seen.version != version || !refers_to(seen.weakref, tensor))
+    return false;
+  void* stream = nullptr;
+  return seen.device < 0 ||
+         (current_stream({dlpack::kCUDA, seen.device}, stream) && stream == seen.stream);
 }
 
 void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
@@ -327,17 +341,20 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto [tensor, index] = tensors[i];
     TensorView view;
-    Status status = view_scannable(tensor, view, LazyBits::kByStrides);
-    if (status == kOk && view.device.type == dlpack::kCUDA && view.elements > 0) {
+    const Status status = view_scannable(tensor, view, LazyBits::kByStrides);
+    if (status != kOk) {
+      refused.emplace_back(static_cast<int>(i), status);
+    } else if (view.device.type == dlpack::kCPU) {
+      scan_on_host(view, index);
+    } else if (view.elements == 0) {
+      scan_on_device(view, index);
+    } else {
       if (waiting.size() == kAtOnce ||
           (!waiting.empty() && waiting.front().first.device.id != view.device.id))
         flush();
       note_device_scan(view, index);
       waiting.emplace_back(view, index);
-      continue;
     }
-    if (status == kOk) status = scan_or_throw(tensor, index);
-    if (status != kOk) refused.emplace_back(static_cast<int>(i), status);
   }
   flush();
 }

@@ -50,13 +50,18 @@ class SeenTensors {
     PyObject* weakref;
     int64_t version;
     int row;
+    // Where it was scanned: a CUDA device and stream; -1: on the CPU. What one stream saw counts
+    // for that stream alone: another may be recorded into a CUDA graph, whose replays must scan,
+    // too.
+    int device;
+    void* stream;
   };
 
   SeenTensors() : entries_(kInitial) {}
   ~SeenTensors() { clear(); }
 
   Entry* find(PyObject* tensor);  // null: never seen at this address
-  void put(PyObject* tensor, PyObject* weakref, int64_t version, int row);  // steals weakref
+  void put(const Entry& entry);   // steals weakref
   void clear();
 
  private:
@@ -145,12 +150,14 @@ class Table {
     if (contexts_[index].order == 0) contexts_[index].order = ++visits_;
   }
 
+  bool is_seen(const SeenTensors::Entry& seen, PyObject* tensor, int64_t version) const;
   DescriptionPtr description_of(DType dtype, bool is_complex, std::vector<int64_t> shape) const;
   void describe(RowContext& context, const TensorView& view) const;
   void describe_on_device(RowContext& context, const TensorView& view) const;
   cuda::Rows& device_rows(int ordinal);
   void note_device_scan(const TensorView& view, int index);
   Status scan_or_throw(PyObject* tensor, int index);
+  void scan_on_host(const TensorView& view, int index);
   Status scan_on_device(const TensorView& view, int index);
   std::unique_ptr<Arrival> send(bool reset);
 
@@ -161,6 +168,8 @@ class Table {
   SeenTensors seen_;
   uint64_t visits_ = 0;
   uint32_t last_ticket_ = 0;
+  int latest_device_ = -1;  // of the latest scan, as in SeenTensors::Entry
+  void* latest_stream_ = nullptr;
   bool expect_inference_ = false;
 };
 

@@ -88,11 +88,26 @@ class Calls:
     """The hooks of module calls; `slow` is nanscan._hooks.Hooks and must outlive it."""
 
     def __init__(
-        self, table: Table, slow: Any, *, inputs: bool, outputs: bool, late_keywords: bool
+        self,
+        table: Table,
+        slow: Any,
+        *,
+        inputs: bool,
+        outputs: bool,
+        late_keywords: bool,
+        gradients: bool,
     ) -> None: ...
-    def add(self, module: int, place: object, outermost: bool) -> None: ...  # by id
+    def add(
+        self, module: int, place: object, outermost: bool, watched: bool, sentinel: bool
+    ) -> None: ...  # by id
     def remove(self, module: int) -> None: ...
     def forget_running(self) -> None: ...
+    # period 0: calls are followed, and nothing scanned; 1: all; more: sentinels, others by turns.
+    def set_turn(self, period: int, turn: int) -> None: ...
+    def set_timed(self, timed: bool) -> None: ...
+    def take_cost(self) -> tuple[int, int]: ...  # nanoseconds and calls since the last time
+    @property
+    def recomputing(self) -> bool: ...  # what runs in this thread repeats a forward
     @property
     def running(self) -> Any: ...  # innermost place running in this thread, or None
 

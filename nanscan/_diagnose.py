@@ -6,33 +6,16 @@ A rule returns None unless the numbers it names are there. "No cause found" is a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from nanscan._judge import Cause, Judged
-from nanscan._scan import ScanResult
 from nanscan._sites import Site
+from nanscan._table import OptimizerFacts
 
 _FAR_FROM_UNIT_SCALE = 50.0
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass
-class OptimizerFacts:
-    """What is known of the optimizer step that a parameter went bad in.
-
-    Attributes:
-        name: class of the optimizer.
-        options: of the parameter's group: lr, eps, betas, ...
-        moments: scans with moments of the parameter's state, by name, taken right after the step.
-    """
-
-    name: str
-    options: dict[str, Any]
-    moments: dict[str, ScanResult] = field(default_factory=dict)
 
 
 def causes(judged: Judged, optimizer: OptimizerFacts | None) -> list[Cause]:

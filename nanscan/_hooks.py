@@ -6,9 +6,11 @@ while nothing is new is in csrc/calls.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
@@ -31,10 +34,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from nanscan import _C, _reference
-from nanscan._scan import prepare, scan_anywhere
-from nanscan._sites import ModulePlace, Node, ParameterPlace, Registry
-from nanscan._table import Scans, Table
+from nanscan import _C, _patches, _reference
+from nanscan._actions import Gradients, Skipper, is_stand_in
+from nanscan._scan import check, prepare, scan_anywhere
+from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds
+from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
+from nanscan._table import OptimizerFacts, Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason
 
 _RAISED = object()
@@ -59,6 +64,10 @@ class Hooks:
         on_sweep: called with scans of the parameters of a model, before it first runs.
         on_forward: called after an outermost module call, with its place.
         on_step: called after an optimizer step, with the optimizer.
+        on_skip: called when a GradScaler skipped an optimizer's step, with both.
+        on_call: called before an outermost module call, with module and arguments; None: never.
+        on_gradients: called when the gradients of an optimizer were scanned before its step.
+        skipper: keeps optimizers from steps on non-finite gradients, if that is asked for.
     """
 
     def __init__(  # noqa: PLR0913 - wiring, in one place
@@ -70,6 +79,10 @@ class Hooks:
         on_sweep: Callable[[Scans], None],
         on_forward: Callable[[ModulePlace], None],
         on_step: Callable[[Optimizer], None],
+        on_skip: Callable[[Optimizer, GradScaler], None],
+        on_call: Callable[[nn.Module, Any, Any], None] | None = None,
+        on_gradients: Callable[[], None] = lambda: None,
+        skipper: Skipper | None = None,
     ) -> None:
         self._registry = registry
         self._table = table
@@ -81,6 +94,7 @@ class Hooks:
             inputs="input" in kinds,
             outputs="output" in kinds,
             late_keywords=not registry.only,
+            gradients="grad_output" in kinds,
         )
         self._before = self._calls.before
         self._after = self._calls.after
@@ -89,10 +103,40 @@ class Hooks:
         self._on_sweep = on_sweep
         self._on_forward = on_forward
         self._on_step = on_step
+        self._on_skip = on_skip
+        self._on_call = on_call
+        self._on_gradients = on_gradients
+        self._skipper = skipper
+        self._bad_gradients = -1  # resets of the table before a gradient last went bad
         self._handles: list[RemovableHandle] = []
         self._step_handle: RemovableHandle | None = None
         self._plans: dict[int, _Plan] = {}  # by id(optimizer)
+        self._buffers: dict[SinglePlace, tuple[int, int]] = {}  # id and version as last scanned
         self._stepping = _Stepping()
+        self._ran = False  # an outermost module, since the last step
+        self.turn = FULL
+        self._dispatch: float | None = None  # seconds a module call; None: nothing is measured
+        self._cost = Cost()
+
+    # -- what to scan, and what it costs ---------------------------------------------------------
+
+    def set_turn(self, turn: Turn) -> None:
+        """What to scan from now on."""
+        self.turn = turn
+        self._calls.set_turn(turn.period, turn.number)
+
+    def measure(self) -> None:
+        """Counts costs from now on."""
+        self._dispatch = dispatch_seconds()
+        self._calls.set_timed(True)
+
+    def take_cost(self) -> Cost:
+        """What was spent since the last time."""
+        cost, self._cost = self._cost, Cost()
+        nanoseconds, count = self._calls.take_cost()
+        cost.dispatch = count * (self._dispatch or 0.0)
+        cost.calls = nanoseconds * 1e-9 + cost.dispatch
+        return cost
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -100,6 +144,9 @@ class Hooks:
         """Registers all hooks. Modules found later are seen by global hooks only."""
         if self._handles:
             return
+        _patches.listen(self)
+        if self._on_call is not None:  # registered first, so that nothing runs yet when it looks
+            self._handles.append(register_module_forward_pre_hook(self.call_begins))
         self._attach_modules()
         self._handles.append(register_optimizer_step_pre_hook(self.before_step))
         if self._step_handle is None:
@@ -114,6 +161,8 @@ class Hooks:
             )
             return
         for module, place in self._registry.modules():
+            if not place.watched and place.parent is not None:
+                continue
             if isinstance(module, torch.jit.ScriptModule):
                 place.outputs.skipped = "torch takes no hooks on a scripted module"
                 continue
@@ -131,6 +180,7 @@ class Hooks:
             handle.remove()
             _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one
         self._handles.clear()
+        _patches.forget(self)
         self._calls.forget_running()
         _leaving.add(self)
         if not _in_post_hooks:
@@ -153,6 +203,15 @@ class Hooks:
         return _Inert, ()
 
     # -- module calls ----------------------------------------------------------------------------
+
+    def call_begins(self, module: nn.Module, args: Any) -> None:
+        """Tells of calls that no other encloses, and that repeat none for a checkpoint."""
+        if _is_tracing():
+            return
+        if self._calls.running is not None or self._on_call is None or self.is_recomputing():
+            return
+        if not self._registry.only or id(module) in self._registry.places:
+            self._on_call(module, args, _keywords_of_call())
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Scans what goes into a module and was not seen before."""
@@ -219,11 +278,21 @@ class Hooks:
 
     def new_output(self, place: ModulePlace, output: Any, status: int) -> int:
         """An output without a row yet, or not a plain tensor. Returns its own row or -1."""
-        self._visit_other(output, place.outputs, status)
-        return place.outputs.row
+        node = place.recomputed if self._calls.recomputing else place.outputs
+        self._visit_other(output, node, status)
+        return node.row
+
+    def is_recomputing(self) -> bool:
+        """Whether a backward runs in this thread: a call now repeats one, for a checkpoint."""
+        return torch._C._current_autograd_node() is not None  # noqa: SLF001 - no public spelling
+
+    def gradient(self, place: ModulePlace, output: torch.Tensor) -> None:
+        """A module's only output that requires grad, at each call."""
+        self._watch_gradient(output, place.outputs)
 
     def forward_ended(self, place: ModulePlace) -> None:
         """An outermost module returned."""
+        self._ran |= torch.is_grad_enabled()
         self._on_forward(place)
 
     def _sweep_parameters(self, outermost: ModulePlace) -> None:
@@ -236,7 +305,7 @@ class Hooks:
             if owner.is_inside(outermost):
                 for parameter in module.parameters(recurse=False):
                     known = self._registry.parameter(parameter, "")
-                    if known is not None and known.param.row < 0:
+                    if known is not None and known.watched and known.param.row < 0:
                         self._table.add(known.param)
                         swept.append((parameter, known.param))
         scans: Scans = []
@@ -256,6 +325,8 @@ class Hooks:
             node.add_source(row)
         elif row != _NOT_FLOAT:
             self._visit_other(x, node, row, around)
+        if node.kind == "output" and row >= 0 and row == node.row and x.requires_grad:
+            self._watch_gradient(x, node)
 
     def _visit_other(self, x: Any, node: Node, status: int, around: tuple[int, ...] = ()) -> None:
         """Everything but a plain tensor that already has its row; `around`: containers, by id."""
@@ -269,6 +340,8 @@ class Hooks:
                     node.computed = _has_history(x)
                 node.skipped = ""
                 status = self._visit(x, node.row)
+                if node.kind == "output" and status == node.row and x.requires_grad:
+                    self._watch_gradient(x, node)
             if status < 0:
                 self._scan_unusual(x, node, status)
         elif len(around) < _MAX_DEPTH and not isinstance(x, _NOTHING) and id(x) not in around:
@@ -277,6 +350,31 @@ class Hooks:
                     self._visit_one(value, child, (*around, id(x)))
             except Exception as error:  # noqa: BLE001 - a container of the user's may raise anything
                 node.skipped = f"reading it raised {type(error).__name__}: {error}"
+
+    def _watch_gradient(self, x: torch.Tensor, node: Node) -> None:
+        """Scans the gradient that reaches a tensor. A hook on the tensor, not on the module: full
+        backward hooks make in-place operations on outputs raise.
+        """  # noqa: D205
+        if "grad_output" not in self._kinds or x.is_leaf:  # a leaf would keep the hook
+            return
+        if node.hook is None:
+            node.gradient = Node(node.place, "grad_output", node.path)
+            node.hook = self._gradient_hook(node.gradient)
+        x.register_hook(node.hook)  # type: ignore[no-untyped-call]
+
+    def _gradient_hook(self, node: Node) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if self._handles and self.turn.period:
+                began = time.perf_counter()
+                self._visit_one(gradient, node)
+                self._cost.rest += time.perf_counter() - began
+
+        return hook
+
+    def watch(self, x: Any, name: str, kind: Kind) -> None:
+        """Scans a value that no module returned: the loss, or a probe."""
+        if self._handles and kind in self._kinds and self.turn.period and not _is_tracing():
+            self._visit_one(x, self._registry.single(name, kind).node)
 
     # -- scans without a look at what was seen before --------------------------------------------
 
@@ -321,22 +419,80 @@ class Hooks:
         part.skipped = "" if status == 0 else reason(plain, status)
         whole.add_source(part.row)
 
-    # -- optimizer steps -------------------------------------------------------------------------
+    # -- what torch has no hook for -------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Scans gradients in the order in which backward made them, as far as that is known."""
-        self._stepping.optimizer = 0
-        if _is_tracing():
+    def backward_begins(self, tensors: Any) -> None:
+        """Scans the loss, unless it can only be another model's."""
+        if self._ran or not self._registry.only:
+            self.watch(tensors, "loss", "loss")
+
+    def scaled_step_begins(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Nothing is known yet: the scaler looks for Inf itself."""
+        self._stepping.stepped = False
+
+    def scaled_step_ended(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Scans the gradients that no optimizer's hook saw, if the scaler skipped the step."""
+        if self._stepping.stepped:
             return
         plan = self._plan(optimizer)
+        if plan is not None and self._handles:
+            self._scan_gradients(optimizer, plan)
+            self._on_skip(optimizer, scaler)
+
+    # -- optimizer steps -------------------------------------------------------------------------
+
+    def before_step(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Scans gradients in the order in which backward made them, as far as that is known.
+
+        Returns:
+            What to call the step with instead, if it is not to be taken.
+        """
+        if is_stand_in(optimizer):  # the step of a base class, inside of one that we know
+            return None
+        self._stepping.optimizer = 0
+        self._stepping.stepped = True
+        if _is_tracing():
+            return None
+        plan = self._plan(optimizer)
         if plan is None or self._step_handle is None:
-            return
+            return None
         _move_to_end(self._step_handle)
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
-        if "grad" in self._kinds:
+        if self._skipper is not None:
+            return self._skipper.before(
+                optimizer, args, kwargs, lambda: self._look_at_gradients(optimizer, plan)
+            )
+        self._scan_gradients(optimizer, plan)
+        self._on_gradients()
+        return None
+
+    def _scan_gradients(self, optimizer: Optimizer, plan: _Plan) -> None:
+        if "grad" in self._kinds and (self.turn.period or self._skipper is not None):
+            began, ticket = time.perf_counter(), self._table.last_ticket
             parameters = _parameters(optimizer)
             pairs = [(parameters[i].grad, place.grad) for i, place in plan.backward]
             self._scan_all([(grad, node) for grad, node in pairs if grad is not None])
+            if self._table.last_ticket != ticket:
+                self._bad_gradients = self._table.resets
+            self._cost.rest += time.perf_counter() - began
+
+    def _look_at_gradients(self, optimizer: Optimizer, plan: _Plan) -> Gradients:
+        """Scans gradients; returns those that may be bad, for all that the host knows."""
+        if plan.has_loose:  # before a closure ran, its model may not have been known
+            plan = self._stepping.plan = self._plan(optimizer) or plan
+        self._scan_gradients(optimizer, plan)
+        self._on_gradients()
+        # A row takes a ticket once: after that it does not tell whether a later scan was bad.
+        fine = self._bad_gradients != self._table.resets
+        parameters = _parameters(optimizer)
+        pairs = [(parameters[i].grad, place.grad.site) for i, place in plan.backward]
+        return [
+            (grad, site)
+            for grad, site in pairs
+            if grad is not None and not (fine and grad.device.type == "cpu")
+        ]
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans parameters, and moments when asked for, and ends the step."""
@@ -344,13 +500,21 @@ class Hooks:
             return
         _in_post_hooks.append(self)
         try:
+            if self._skipper is not None:
+                self._skipper.after(optimizer, args, kwargs)
             if self._stepping.optimizer == id(optimizer) and self._handles:
                 self._stepping.optimizer = 0
+                self._ran = False
                 plan = self._stepping.plan
                 # Before a closure ran, its model may not have been known.
                 plan = (self._plan(optimizer) or plan) if plan.has_loose else plan
-                self._scan_after_step(optimizer, plan)
+                began = time.perf_counter()
+                if self.turn.slow:
+                    self._scan_after_step(optimizer, plan)
+                scanned = time.perf_counter()
+                self._cost.slow += scanned - began
                 self._on_step(optimizer)
+                self._cost.rest += time.perf_counter() - scanned
         finally:
             _in_post_hooks.remove(self)
             handle = self._step_handle
@@ -361,6 +525,8 @@ class Hooks:
         parameters = _parameters(optimizer)
         if "param" in self._kinds:
             self._scan_all([(parameters[i], place.param) for i, place in plan.watched])
+        if "buffer" in self._kinds:
+            self._scan_buffers()
         if "state" in self._kinds:
             self._scan_all(
                 [
@@ -370,18 +536,52 @@ class Hooks:
                 ]
             )
 
-    def parameter_of(
+    def _scan_buffers(self) -> None:
+        """Scans the buffers that changed, such as running statistics, not masks and tables."""
+        changed = []
+        for buffer, place in self._registry.buffers():
+            state = id(buffer), buffer._version  # noqa: SLF001 - no public spelling
+            if self._buffers.get(place) != state:
+                self._buffers[place] = state
+                changed.append((buffer, place.node))
+        self._scan_all(changed)
+
+    def facts(
         self, optimizer: Optimizer, place: ParameterPlace
-    ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-        """The tensor behind a place in an optimizer, with the options of its group."""
+    ) -> dict[ParameterPlace, OptimizerFacts]:
+        """What explains a bad parameter, if the optimizer steps it; scans its moments.
+
+        To be asked right after the step: one later they would be bad as well.
+        """
         plan = self._plan(optimizer)
         position = next((i for i, watched in plan.watched if watched is place), -1) if plan else -1
         for group in optimizer.param_groups:
             if 0 <= position < len(group["params"]):
-                options = {key: value for key, value in group.items() if key != "params"}
-                return group["params"][position], options
+                state = moments(optimizer, group["params"][position])
+                return {place: _facts(optimizer, group, state)}
             position -= len(group["params"])
-        return None
+        return {}
+
+    def facts_of_suspects(self, optimizer: Optimizer) -> dict[ParameterPlace, OptimizerFacts]:
+        """The same of every parameter whose optimizer's eps is 0 in its moments' dtype.
+
+        For steps that are judged later. Such settings are rare, and scanning their moments in every
+        step is the price of a diagnosis without waiting for the device.
+        """
+        plan = self._plan(optimizer)
+        places = dict(plan.watched) if plan is not None else {}
+        found, position = {}, 0
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            for parameter in group["params"]:
+                place = places.get(position)
+                position += 1
+                if place is None or not isinstance(eps, float) or parameter.dtype.itemsize > 2:  # noqa: PLR2004
+                    continue
+                state = moments(optimizer, parameter)
+                if any(torch.tensor(eps, dtype=moment.dtype).item() == 0 for _, moment in state):
+                    found[place] = _facts(optimizer, group, state)
+        return found
 
     def _plan(self, optimizer: Optimizer) -> _Plan | None:
         """Places of an optimizer's parameters; None if none of them is watched."""
@@ -405,7 +605,7 @@ class Hooks:
             (i, self._registry.parameter(p, f"{kind} parameter {i}"))
             for i, p in enumerate(_parameters(optimizer))
         ]
-        watched = [(i, place) for i, place in places if place is not None]
+        watched = [(i, place) for i, place in places if place is not None and place.watched]
         backward = sorted(watched, key=lambda pair: -self._forward_position(pair[1]))
         has_loose = any(place.parent is None for _, place in watched)
         known = self._registry.parameters_known
@@ -468,10 +668,15 @@ def _has_history(x: torch.Tensor) -> bool:
 
 
 class _Stepping(threading.local):
-    """Between the two hooks of an optimizer step: whose step it is, by id, and its plan."""
+    """Between the two hooks of an optimizer step: whose step it is, by id, and its plan.
+
+    Attributes:
+        stepped: the optimizer that a GradScaler steps has begun to.
+    """
 
     optimizer = 0
     plan: _Plan
+    stepped = False
 
 
 # torch walks over its dict of post hooks while one of ours runs, and an action may close monitors
@@ -491,6 +696,14 @@ def _move_to_end(handle: RemovableHandle) -> None:
 def _remove_step_hooks() -> None:
     while _leaving:
         _leaving.pop().remove_step_hook()
+
+
+def _keywords_of_call() -> Any:
+    """Keyword arguments of the module call whose global pre-hook runs: torch does not pass them."""
+    frame = sys._getframe(2)  # noqa: SLF001
+    while frame.f_code is not _CALL and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_locals.get("kwargs", {})
 
 
 def _is_passing(traceback: TracebackType | None) -> bool:
@@ -521,6 +734,17 @@ def moments(optimizer: Optimizer, parameter: torch.Tensor) -> list[tuple[str, to
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name != "step"
     ]
+
+
+def _facts(
+    optimizer: Optimizer, group: dict[str, Any], state: list[tuple[str, torch.Tensor]]
+) -> OptimizerFacts:
+    options = {key: value for key, value in group.items() if key != "params"}
+    facts = OptimizerFacts(type(optimizer).__name__, options)
+    for name, moment in state:
+        with contextlib.suppress(TypeError, ValueError):
+            facts.moments[name] = check(moment, moments=True)
+    return facts
 
 
 class _Inert:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,11 +15,27 @@ from nanscan._scan import ScanResult
 from nanscan._sites import ModulePlace, Node, ParameterPlace, Site
 from nanscan._table import Snapshot, Table
 
-Verdict = Literal["origin", "propagated", "near-limit"]
+Verdict = Literal[
+    "origin",
+    "propagated",
+    "absorbed",
+    "near-limit",
+    "recovered",
+    "scale-search",
+    "persistent-overflow",
+]
+FAULTS: tuple[Verdict, ...] = ("origin", "propagated", "persistent-overflow")
 Seen = tuple[Site, ScanResult]
 
 _BEFORE = 5  # sites shown before a finding
-_HOW = {"origin": "made here", "near-limit": "close to overflow"}
+_BACKWARD = ("grad", "grad_output", "loss")  # kinds that a loss scale multiplies
+_BULK = ("grad", "param", "buffer", "state")  # kinds that are scanned many at once
+_HOW: dict[Verdict, str] = {
+    "origin": "made here",
+    "propagated": "handed on",
+    "absorbed": "it was handed non-finite values, and returned finite ones",
+    "near-limit": "close to overflow",
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,10 @@ class Finding:
         rank: of this process in the job.
         site: where.
         verdict: "origin": made here out of finite values; "propagated": was handed bad ones;
-            "near-limit": still finite, close to the largest value of its dtype.
+            "absorbed": was handed bad ones and returned finite ones; "near-limit": still finite,
+            close to the largest value of its dtype; "recovered": finite again; "scale-search": a
+            GradScaler skipped the step and lowers its scale, as it should; "persistent-overflow":
+            it did so too many times in a row.
         how: the verdict in words.
         stats: counts, extremes and the first bad index, over this step.
         given: what the site was made from: a module's inputs, a parameter's gradient and moments.
@@ -55,6 +74,9 @@ class Finding:
         history: arrays over the last steps: step, calls, nan, posinf, neginf, min, max, absmax.
         affected: other sites that went bad in the same step, later; only in the first finding.
         causes: likely causes, best first; empty when no evidence points to one.
+        aliases: other names of the parameter, where weights are tied.
+        unscanned: modules that this step did not scan, between the last site known to be finite and
+            this one: it may have been made there.
     """
 
     step: int
@@ -69,6 +91,8 @@ class Finding:
     history: dict[str, npt.NDArray[Any]] = field(default_factory=dict, repr=False)
     affected: list[Site] = field(default_factory=list, repr=False)
     causes: list[Cause] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
+    unscanned: list[Site] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,12 +136,25 @@ class Judge:
         table: whose rows the snapshots hold.
         near_limit: share of a dtype's largest value from which a finite value is reported.
         rank: of this process.
+        max_skips: skipped optimizer steps in a row that are a scale search, and no fault yet.
+        ignores: whether a site with this dtype is of no interest.
     """
 
-    def __init__(self, table: Table, near_limit: float, rank: int) -> None:
+    def __init__(
+        self,
+        table: Table,
+        near_limit: float,
+        rank: int,
+        *,
+        max_skips: int,
+        ignores: Callable[[Site, torch.dtype], bool],
+    ) -> None:
         self._table = table
         self._near_limit = near_limit
         self._rank = rank
+        self._max_skips = max_skips
+        self._ignores = ignores
+        self._first: Site | None = None  # of the faults of this episode
         self._bad_parameters: dict[int, ScanResult] = {}  # by row, as last scanned
         self._reported: set[int] = set()  # rows reported as bad in this episode
         self._near: set[int] = set()  # rows reported as near the limit, still there
@@ -134,23 +171,59 @@ class Judge:
         step = _Step(self, snapshot)
         news = [step.describe(row, "near-limit") for row in self._newly_near(snapshot)]
         bad = step.bad_rows()
+        if snapshot.skips and step.is_of_backward(bad):
+            return news + self._skipped(step, snapshot, bad)
+        faults = []
         for row in bad:
             if row not in self._reported:
-                news.append(step.finding(row))
+                faults.append(step.finding(row))
                 self._reported.add(row)
             step.note(row)
         self._update_parameters(snapshot)
-        faults = [news_item for news_item in news if news_item.finding.verdict != "near-limit"]
         if faults:
             faults[0].finding.affected = [item.finding.site for item in faults[1:]]
-        elif snapshot.whole and not bad and not self._bad_parameters:
-            self._reported.clear()
+            self._first = self._first or faults[0].finding.site
+            return [*news, *faults, *step.absorbed(bad)]
+        if snapshot.whole and not bad and not self._bad_parameters:
+            news += self._recovered(step, snapshot)
         return news
+
+    def _skipped(self, step: _Step, snapshot: Snapshot, bad: list[int]) -> list[Judged]:
+        """A step that a GradScaler skipped, with nothing bad before backward."""
+        if snapshot.skips not in (1, self._max_skips):
+            return []
+        judged = step.describe(bad[0], "scale-search")
+        finding = judged.finding
+        finding.affected = [self._table.nodes[row].site for row in bad[1:]]
+        finding.how = f"the GradScaler skipped the step and lowered its scale of {snapshot.scale:g}"
+        if snapshot.skips == self._max_skips:
+            finding.verdict = "persistent-overflow"
+            finding.how = (
+                f"the GradScaler skipped {snapshot.skips} steps in a row, this one at a scale of "
+                f"{snapshot.scale:g}"
+            )
+        return [judged]
+
+    def _recovered(self, step: _Step, snapshot: Snapshot) -> list[Judged]:
+        """The end of an episode."""
+        first, rows = self._first, sorted(self._reported)
+        self._reported.clear()
+        self._first = None
+        row = next((r for r in rows if self._table.nodes[r].site == first), -1)
+        if row < 0 or row >= len(snapshot.rows) or not snapshot.rows[row]["calls"]:
+            return []
+        judged = step.describe(row, "recovered")
+        judged.finding.how = "all that was scanned in this step is finite"
+        return [judged]
 
     # -- near the limit --------------------------------------------------------------------------
 
     def _newly_near(self, snapshot: Snapshot) -> list[int]:
-        near = {row for row in snapshot.notable if self._is_near(row, snapshot)}
+        near = {
+            row
+            for row in snapshot.notable
+            if self._is_near(row, snapshot) and not self._is_ignored(row, snapshot)
+        }
         new = sorted(near - self._near)
         unseen = {row for row in self._near if not snapshot.rows[row]["calls"]}
         self._near = near | unseen
@@ -162,13 +235,23 @@ class Judge:
             return False  # an additive mask is filled with torch.finfo(dtype).min itself
         return bool(magnitude >= self._near_limit * limit)
 
+    def _is_ignored(self, row: int, snapshot: Snapshot) -> bool:
+        described = snapshot.describe(row)
+        dtype = getattr(torch, described[0]) if described else torch.float32
+        return self._ignores(self._table.nodes[row].site, dtype)
+
     # -- what stays bad --------------------------------------------------------------------------
 
     def _update_parameters(self, snapshot: Snapshot) -> None:
         for row in [row for row in self._bad_parameters if snapshot.rows[row]["calls"]]:
             del self._bad_parameters[row]
         for row in snapshot.notable:
-            if snapshot.rows[row]["ticket"] and self._table.nodes[row].kind == "param":
+            is_parameter = self._table.nodes[row].kind == "param"
+            if (
+                snapshot.rows[row]["ticket"]
+                and is_parameter
+                and not self._is_ignored(row, snapshot)
+            ):
                 self._bad_parameters[row] = snapshot.result(row)
 
 
@@ -187,8 +270,19 @@ class _Step:
     def note(self, row: int) -> None:
         """From here on this row counts as bad for what comes after it."""
         self._earlier.add(row)
-        node = self._table.nodes[row]
+        node = self._node(row)
         self._made |= node.kind != "input" or node.place.parent is not None
+
+    def _node(self, row: int) -> Node:
+        """The node of a row. A keyword argument that global hooks saw late, first where it was
+        handed on to, belongs to the outermost module that was given it.
+        """  # noqa: D205
+        node = self._table.nodes[row]
+        place = node.place.parent if node.late else None
+        while place is not None:
+            node = next((n for n in place.keywords.walk() if row in n.sources), node)
+            place = place.parent
+        return node
 
     # -- which rows are bad, in what order ---------------------------------------------------------
 
@@ -197,11 +291,18 @@ class _Step:
         rows = [
             row
             for row in self._snapshot.notable
-            if self._rows[row]["ticket"] and not self._is_mask(row)
+            if self._rows[row]["ticket"]
+            and not self._is_mask(row)
+            and not self._judge._is_ignored(row, self._snapshot)  # noqa: SLF001
         ]
         tickets = {row: float(self._rows[row]["ticket"]) for row in rows}
+        for kind in _BULK:
+            # One launch scans them all, and the smallest tensor is the first done: take our order.
+            of_kind = [row for row in rows if self._table.nodes[row].kind == kind]
+            in_order = sorted(of_kind, key=self._order.__getitem__)
+            tickets |= zip(in_order, sorted(tickets[row] for row in of_kind), strict=True)
         for row in rows:
-            node = self._table.nodes[row]
+            node = self._node(row)
             if node.late:  # it went in before anything inside the module ran
                 inside = [
                     tickets[r] for r in rows if self._table.nodes[r].place.is_inside(node.place)
@@ -210,17 +311,45 @@ class _Step:
         return sorted(rows, key=tickets.__getitem__)
 
     def _is_mask(self, row: int) -> bool:
-        """-Inf alone in an input is a mask, unless the rest shows that values overflowed."""
-        record = self._rows[row]
-        if self._table.nodes[row].kind != "input" or record["nan"] or record["posinf"]:
+        """-Inf alone in an input or buffer is a mask, unless the rest shows an overflow."""
+        record, kind = self._rows[row], self._table.nodes[row].kind
+        if kind not in ("input", "buffer") or record["nan"] or record["posinf"]:
             return False
         return not self._judge._is_near(row, self._snapshot)  # noqa: SLF001
+
+    def is_of_backward(self, rows: list[int]) -> bool:
+        """Whether some rows are bad, and only such as a loss scale multiplies."""
+        return bool(rows) and all(self._table.nodes[row].kind in _BACKWARD for row in rows)
 
     # -- findings ----------------------------------------------------------------------------------
 
     def finding(self, row: int) -> Judged:
         """Verdict and surroundings of a bad row."""
-        node = self._table.nodes[row]
+        judged = self._judged(row)
+        if judged.finding.verdict == "origin" and not self._snapshot.turn.is_full:
+            judged.finding.unscanned = self._unscanned_before(row)
+            if judged.finding.unscanned:
+                judged.finding.how = "made here or where this step did not scan"
+        return judged
+
+    def _unscanned_before(self, row: int) -> list[Site]:
+        """Outputs that a full step scans between this row and the last finite one before it."""
+        order, nodes = self._table.full_order, self._table.nodes
+        if row >= len(order) or order[row] == 0:
+            return []
+        scanned = [r for r in range(len(order)) if 0 < order[r] < order[row]]
+        finite = [order[r] for r in scanned if self._rows[r]["calls"] and r not in self._earlier]
+        missing = [
+            r
+            for r in scanned
+            if nodes[r].kind == "output"
+            and not self._rows[r]["calls"]
+            and order[r] > max(finite, default=0)
+        ]
+        return [nodes[r].site for r in sorted(missing, key=order.__getitem__)]
+
+    def _judged(self, row: int) -> Judged:
+        node = self._node(row)
         judged = self.describe(row, "origin")
         if self._snapshot.untrained:
             judged.untrained = True
@@ -239,25 +368,49 @@ class _Step:
             else:
                 judged.finding.between = between
                 judged.finding.how = "made by code of no module"
+                if between is not None and place.parent is not None:
+                    judged.finding.how += f", in the forward of {place.parent.name}"
         elif self._was_handed_bad_values(row, node):
             judged.finding.verdict = "propagated"
             judged.finding.how = "handed on"
-        elif node.kind == "grad":
+        elif node.kind in ("grad", "grad_output", "loss", "probe"):
             judged.finding.between = self._between(row)
+            if node.kind in ("loss", "probe"):
+                judged.finding.how = "made by code of no module"
         return judged
 
+    def absorbed(self, bad: list[int]) -> list[Judged]:
+        """The first module behind the bad rows that was handed some and returned finite values."""
+        rows, nodes = set(bad), self._table.nodes
+        found: list[tuple[int, int, list[int]]] = []
+        for row in self._scanned():
+            node = nodes[row]
+            if node.kind != "output" or not isinstance(node.place, ModulePlace) or row in rows:
+                continue
+            own = [n.row for n in node.place.outputs.walk() if n.row >= 0]
+            taken = node.place.input_sources() & rows
+            if taken and not rows & set(own):
+                found.append((int(self._order[row]), row, sorted(taken)))
+        if not found:
+            return []
+        _, first, handed = min(found)
+        judged = self.describe(first, "absorbed")
+        judged.finding.given = self._seen(handed)
+        return [judged]
+
     def describe(self, row: int, verdict: Verdict) -> Judged:
-        node = self._table.nodes[row]
+        node = self._node(row)
         finding = Finding(
             step=self._snapshot.step,
             rank=self._judge._rank,  # noqa: SLF001
             site=node.site,
             verdict=verdict,
-            how=_HOW[verdict],
+            how=_HOW.get(verdict, ""),
             stats=self._stats(row),
             given=self._seen(self._given(node)),
             before=self._seen(self._rows_before(row)),
             history=self._table.history(row),
+            aliases=list(node.place.aliases) if isinstance(node.place, ParameterPlace) else [],
         )
         return Judged(finding, node, inputs_from_outside=self._seen(self._outermost_inputs()))
 

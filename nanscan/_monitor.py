@@ -6,28 +6,43 @@ import atexit
 import contextlib
 import gc
 import logging
+import math
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from nanscan._diagnose import OptimizerFacts, causes
+from nanscan._actions import Call, Saver, Skipper
+from nanscan._diagnose import causes
 from nanscan._errors import NonFiniteError, NonFiniteWarning
-from nanscan._hooks import Hooks, moments
-from nanscan._judge import Finding, Judge, Judged
-from nanscan._scan import check
-from nanscan._sites import KINDS, Kind, ModulePlace, ParameterPlace, Registry, Site
-from nanscan._table import Scans, Snapshot, Sweep, Table
+from nanscan._filters import Filter, Ignore, ignores, wants
+from nanscan._hooks import Hooks
+from nanscan._judge import FAULTS, Finding, Judge, Judged
+from nanscan._schedule import Schedule
+from nanscan._sites import (
+    DEFAULT_KINDS,
+    KINDS,
+    Kind,
+    ModulePlace,
+    ParameterPlace,
+    Place,
+    Registry,
+    Site,
+    Wants,
+)
+from nanscan._table import OptimizerFacts, Scans, Snapshot, Sweep, Table
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
 
@@ -47,7 +62,7 @@ class Monitor:
     ends and counts to the step it runs in.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of `enable`
         self,
         model: nn.Module | None,
         *,
@@ -55,12 +70,18 @@ class Monitor:
         action: Action,
         history: int,
         near_limit: float,
+        max_skips: int,
+        schedule: Schedule,
+        wants: Wants,
+        ignores: Callable[[Site, torch.dtype], bool],
+        skip_step: bool,
+        save: Path | None,
     ) -> None:
         self._action = action
         self._lock = threading.RLock()
         self._table = Table(history, near_limit)
-        self._registry = Registry(model)
-        self._judge = Judge(self._table, near_limit, _rank())
+        self._registry = Registry(model, wants)
+        self._judge = Judge(self._table, near_limit, _rank(), max_skips=max_skips, ignores=ignores)
         self._hooks = Hooks(
             self._registry,
             self._table,
@@ -68,10 +89,23 @@ class Monitor:
             on_sweep=self._parameters_swept,
             on_forward=self._forward_ended,
             on_step=self._optimizer_stepped,
+            on_skip=self._optimizer_skipped,
+            on_call=None if save is None else self._call_begins,
+            on_gradients=self._gradients_scanned,
+            skipper=Skipper(ignores) if skip_step else None,
         )
+        self._saver = None if save is None else Saver(save, self._registry)
+        self._holds = False  # acts on nothing for now
+        self._held: list[Finding] = []  # to act on when the step ends
+        self._schedule = schedule
+        self._step_began = time.perf_counter()
+        self._hooks.set_turn(schedule.turn(0))
+        if schedule.max_overhead is not None:
+            self._hooks.measure()
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
+        self._skips = 0  # optimizer steps in a row that a GradScaler skipped
         self._pending: deque[Snapshot | Sweep] = deque()  # oldest first; they arrive in order
         self._judged_ticket = 0
         # Outermost modules whose forward with gradients ended since the last step did.
@@ -125,11 +159,17 @@ class Monitor:
         Returns:
             "sites": names of all rows; "skipped": reason by site, for tensors that were seen and
             could not be scanned; "not_called": modules that never ran through their own call;
-            "bytes": of the table and its history.
+            "left_out": modules that a filter leaves out; "thinned": what is scanned in some steps
+            only; "overhead": share of a step's time that hooks took of late, where there is a
+            budget; "bytes": of the table and its history.
         """
         skipped: dict[str, str] = {}
         idle: list[str] = []
+        left_out: list[str] = []
         for place in self._registry.all_places():
+            if not place.watched:
+                left_out.append(place.name)
+                continue
             if isinstance(place, ModulePlace) and not place.called:
                 idle.append(place.name)
             skipped |= {str(node.site): node.skipped for node in place.nodes() if node.skipped}
@@ -137,6 +177,9 @@ class Monitor:
             "sites": [str(node.site) for node in self._table.nodes],
             "skipped": skipped,
             "not_called": idle,
+            "left_out": left_out,
+            "thinned": self._schedule.describe(),
+            "overhead": self._schedule.overhead(),
             "bytes": self._table.nbytes,
         }
 
@@ -182,6 +225,15 @@ class Monitor:
             self._judge_arrived(wait=True)
             return self._latest(self._found - before)
 
+    def probe(self, name: str, x: Any) -> None:
+        """What `probe` does, for this monitor alone."""
+        self._hooks.watch(x, name, "probe")
+
+    def scan_fully(self, steps: int = 3) -> None:
+        """Scans everything in this step, as far as it is still to come, and the next ones."""
+        self._schedule.scan_fully(self._step, steps)
+        self._hooks.set_turn(self._schedule.turn(self._step))
+
     def pause(self) -> None:
         """Removes all hooks; `resume` puts them back."""
         self._hooks.detach()
@@ -217,13 +269,48 @@ class Monitor:
         with self._lock:
             if self._may_be_bad():
                 self._look()  # what other models did before comes first
-            self._pending.append(Sweep(self._step, scans))
+            self._pending.append(Sweep(self._step, scans, self._calls()))
             self._judge_arrived()
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         self._waits_for_optimizer = True
+        self._skips = 0
+        if self._saver is not None:
+            self._saver.steps += 1
         if not self._manual:
             self._end_step(optimizer)
+
+    def _optimizer_skipped(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        self._waits_for_optimizer = True
+        self._skips += 1
+        if not self._manual:
+            self._end_step(optimizer, scaler.get_scale())
+
+    def _call_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._saver is not None:
+            with self._lock:
+                if self._saver.knows(module) and self._may_be_bad():
+                    self._look_ahead()
+                self._saver.begin(module, args, kwargs)
+
+    def _gradients_scanned(self) -> None:
+        if self._saver is not None and self._table.last_ticket != self._judged_ticket:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Judges, and saves while inputs and parameters still are what they were in the step.
+
+        Whoever is to be told is told when the step ends, as if this had not been.
+        """
+        with self._lock:
+            self._holds = True
+            try:
+                self._look()
+            finally:
+                self._holds = False
+
+    def _calls(self) -> tuple[Call, ...]:
+        return () if self._saver is None else self._saver.calls
 
     def _forward_ended(self, place: ModulePlace) -> None:
         if self._manual or torch._C._current_autograd_node() is not None:  # noqa: SLF001
@@ -234,7 +321,7 @@ class Monitor:
             self._end_step(None)
         elif torch.is_grad_enabled():
             # Its last call led to no optimizer step: accumulation, or a GradScaler skipped it.
-            if place in self._ended and self._may_be_bad():
+            if place in self._ended and (self._held or self._may_be_bad()):
                 self._look()
             self._ended.add(place)
         else:  # validation, which starts afresh, or a teacher amid a step, which must not split it
@@ -244,16 +331,30 @@ class Monitor:
         """Whether a row went bad since the last judgement, as far as the host can know."""
         return self._table.on_device or self._table.last_ticket != self._judged_ticket
 
-    def _end_step(self, optimizer: Optimizer | None) -> None:
+    def _end_step(self, optimizer: Optimizer | None, scale: float = math.nan) -> None:
         with self._lock:
             if self._table.has_news:
                 snapshot = self._table.take(self._step, keep=True)
                 if snapshot is None:  # a CUDA graph is being recorded: its replays are the steps
                     return
+                snapshot.skips, snapshot.scale = self._skips, scale
+                snapshot.turn = self._hooks.turn
+                snapshot.calls = self._calls()
+                if optimizer is not None and snapshot.arrival is not None:
+                    snapshot.facts = self._hooks.facts_of_suspects(optimizer)
                 self._pending.append(snapshot)
             self._step += 1
+            if self._saver is not None:
+                self._saver.forget()
+            self._next_turn()
             self._ended.clear()
             self._judge_arrived(optimizer)
+
+    def _next_turn(self) -> None:
+        now = time.perf_counter()
+        self._schedule.note(self._hooks.turn, self._hooks.take_cost(), now - self._step_began)
+        self._step_began = now
+        self._hooks.set_turn(self._schedule.turn(self._step))
 
     def _look(self, *, reset: bool = False) -> None:
         """Judges a step so far and, unless `reset`, lets it go on in one piece."""
@@ -261,7 +362,11 @@ class Monitor:
             if self._table.has_news:
                 snapshot = self._table.take(self._step, keep=False, reset=reset)
                 if snapshot is not None:
+                    snapshot.turn = self._hooks.turn
+                    snapshot.calls = self._calls()
                     self._pending.append(snapshot)
+            if reset and self._saver is not None:
+                self._saver.forget()
             self._judge_arrived()
 
     def _judge_arrived(self, optimizer: Optimizer | None = None, *, wait: bool = False) -> None:
@@ -274,50 +379,60 @@ class Monitor:
         with self._lock:
             while self._pending and (wait or self._pending[0].ready()):
                 snapshot = self._table.complete(self._pending.popleft())
+                if snapshot.whole and snapshot.turn.is_full:
+                    self._table.full_order = snapshot.order.copy()
                 # What an optimizer holds now explains the step that it has just made, no other.
                 current = optimizer if snapshot.whole and not self._pending else None
-                self._conclude(self._judge.judge(snapshot), current)
+                self._conclude(self._judge.judge(snapshot), snapshot, current)
 
-    def _conclude(self, judged: list[Judged], optimizer: Optimizer | None) -> None:
+    def _conclude(
+        self,
+        judged: list[Judged],
+        snapshot: Snapshot,
+        optimizer: Optimizer | None,
+    ) -> None:
+        facts = snapshot.facts
         self._judged_ticket = self._table.last_ticket
-        for number, item in enumerate(judged):
-            facts = self._optimizer_facts(item, optimizer) if number < _MAX_EXPLAINED else None
-            item.finding.causes = causes(item, facts)
+        for item in judged[:_MAX_EXPLAINED]:
+            place = item.node.place
+            if item.node.kind == "param" and isinstance(place, ParameterPlace):
+                if optimizer is not None and place not in facts:
+                    facts |= self._hooks.facts(optimizer, place)
+                self._add_given(item, facts.get(place))
+        for item in judged:
+            place = item.node.place
+            known = facts.get(place) if isinstance(place, ParameterPlace) else None
+            item.finding.causes = causes(item, known)
         new = [item.finding for item in judged]
+        if any(finding.verdict in FAULTS for finding in new):
+            self.scan_fully()
         self._findings.extend(new)
         self._found += len(new)
-        self._act(new)
+        self._act(new, snapshot.calls)
 
-    def _optimizer_facts(
-        self, judged: Judged, optimizer: Optimizer | None
-    ) -> OptimizerFacts | None:
-        """Scans a bad parameter's moments now: a step later they would be bad as well."""
-        place = judged.node.place
-        if optimizer is None or judged.node.kind != "param":
-            return None
-        if not isinstance(place, ParameterPlace):
-            return None
-        found = self._hooks.parameter_of(optimizer, place)
-        if found is None:
-            return None
-        parameter, options = found
-        facts = OptimizerFacts(type(optimizer).__name__, options)
-        for name, moment in moments(optimizer, parameter):
-            with contextlib.suppress(TypeError, ValueError):
-                facts.moments[name] = check(moment, moments=True)
-                judged.finding.given.append((place.moment(name).site, facts.moments[name]))
-        return facts
+    def _add_given(self, judged: Judged, facts: OptimizerFacts | None) -> None:
+        for name, moment in facts.moments.items() if facts is not None else ():
+            place = cast("ParameterPlace", judged.node.place)
+            judged.finding.given.append((place.moment(name).site, moment))
 
     # -- actions ---------------------------------------------------------------------------------
 
-    def _act(self, new: list[Finding]) -> None:
-        """Acts on each value near its limit, and on the first fault of an episode."""
-        faults = [finding for finding in new if finding.verdict != "near-limit"]
+    def _act(self, new: list[Finding], calls: tuple[Call, ...]) -> None:
+        """Acts on the first fault of an episode, and on what is no fault, each time."""
+        faults = [finding for finding in new if finding.verdict in FAULTS]
         first = faults[0] if faults and not self._announced else None
         self._announced = self._judge.in_episode  # before acting: an action may raise
-        for finding in new:
-            if finding.verdict == "near-limit" or finding is first:
-                self._act_on(finding)
+        if first is not None and self._saver is not None:
+            self._saver.save(first, self._place_of(first.site), calls)
+        for finding in self._held:  # the first fault of this step, if that was judged ahead
+            if finding.verdict in FAULTS:
+                finding.affected += [fault.site for fault in faults]
+        self._held += [f for f in new if f.verdict not in FAULTS or f is first]
+        while self._held and not self._holds:
+            self._act_on(self._held.pop(0))
+
+    def _place_of(self, site: Site) -> Place | None:
+        return next((node.place for node in self._table.nodes if node.site == site), None)
 
     def _act_on(self, finding: Finding) -> None:
         text = f"nanscan: {finding}"
@@ -325,6 +440,8 @@ class Monitor:
             self._action(finding)
         elif finding.verdict == "near-limit":
             _logger.warning(text)
+        elif finding.verdict not in FAULTS:
+            _logger.info(text)
         elif self._action == "raise":
             raise NonFiniteError(text, finding=finding)
         elif self._action == "log":
@@ -348,7 +465,7 @@ def _any_optimizer(registry: Registry) -> bool:
     return any(
         registry.parameter(parameter, "") is not None
         for optimizer in optimizers
-        for group in optimizer.param_groups
+        for group in getattr(optimizer, "param_groups", ())  # it may be in the making elsewhere
         for parameter in group["params"]
     )
 
@@ -360,13 +477,48 @@ def _rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def enable(
+def _check_target(model: object, kinds: frozenset[str], action: object) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"nanscan: expected a torch.nn.Module or None, got {type(model).__name__}")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"nanscan: unknown kind {kind!r}; kinds are {', '.join(KINDS)}")
+    if not callable(action) and action not in ("warn", "raise", "log"):
+        raise ValueError(
+            f"nanscan: action must be 'warn', 'raise', 'log' or a callable, got {action!r}"
+        )
+
+
+def _check_actions(kinds: frozenset[str], skip_step: object, save: object) -> None:
+    if not isinstance(skip_step, bool):
+        raise TypeError(f"nanscan: skip_step must be True or False, got {skip_step!r}")
+    if skip_step and "grad" not in kinds:
+        raise ValueError('nanscan: skip_step needs gradients: add "grad" to kinds')
+    if save is not None and not isinstance(save, (str, os.PathLike)):
+        raise TypeError(f"nanscan: save must be the path of a folder or None, got {save!r}")
+
+
+def _check_count(name: str, value: object, least: int, what: str) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"nanscan: {name} must be {what}, got {value!r}")
+
+
+def enable(  # noqa: PLR0913 - options by name
     model: nn.Module | None = None,
     *,
-    kinds: Iterable[Kind] = ("input", "output", "grad", "param"),
+    kinds: Iterable[Kind] = DEFAULT_KINDS,
     action: Action = "warn",
     history: int = 16,
     near_limit: float = 0.5,
+    max_skips: int = 8,
+    ignore: Ignore = (),
+    include: Filter | None = None,
+    exclude: Filter = (),
+    every: int = 1,
+    warmup: int = 0,
+    max_overhead: float | None = None,
+    skip_step: bool = False,
+    save: str | os.PathLike[str] | None = None,
 ) -> Monitor:
     """Turns the hooks on, for one model or for every module of the process.
 
@@ -374,14 +526,44 @@ def enable(
         model: the model to watch; None: every module that is called from now on. Enabling the same
             target again replaces its monitor.
         kinds: what to scan: module "input" (only tensors that no watched module returned) and
-            "output", parameter "grad" before an optimizer step and "param" after it, and
-            "state", the optimizer's moments.
+            "output", the "loss" that a backward starts from, each `probe`, parameter "grad" before
+            an optimizer step, "param" and "buffer" (where it changed) after it; and, not by
+            default, "grad_output", the gradient that reaches each output, and "state", the
+            optimizer's moments.
         action: what to do on the first bad step of an episode: "warn", "raise" a NonFiniteError
             from the call that ends the step, "log" to the logger "nanscan", or a callable that
             gets the Finding. Values near the limit never raise: they are logged, or given to the
             callable.
         history: steps kept of each site.
         near_limit: share of a dtype's largest value from which a finite value is reported.
+        max_skips: optimizer steps in a row that a GradScaler may skip: that many are a fault.
+        ignore: what never to report: patterns of qualified names ("*.attn.softmax", "encoder.*"),
+            dtypes, kinds as "kind:grad", or a function of (Site, dtype) that returns True.
+        include: watch only modules of these types or names, and what lies inside the named ones:
+            patterns of qualified names ("decoder.layers.*"). None: all.
+        exclude: the same of modules, and of parameters and buffers by name, not to watch.
+        every: scan one step in so many.
+        warmup: scan nothing in so many first steps.
+        max_overhead: share of a step's time, such as 0.02, that hooks may take on the host.
+            Parameters, buffers and moments are then scanned in some steps only, and if that is not
+            enough, module outputs by turns; the loss, gradients, and outputs of the outermost
+            modules and of those right inside them in every step. After a fault the next steps are
+            scanned in full. `coverage` tells what is thinned out.
+        skip_step: an optimizer does not take a step in which a gradient that it is about to use is
+            non-finite: parameters and state stay bit for bit as if `step()` had not been called,
+            and gradients as they are. All else goes on: the closure's loss is returned, a scheduler
+            steps, the finding is acted on. Gradients are then scanned in every step. For any
+            optimizer that finds its parameters in `param_groups`; where a closure makes the
+            gradients, it is called once, or this is LBFGS, which needs memory for a copy of the
+            parameters then. Each process decides by its own gradients: not for sharded ones, where
+            others would take the step. What `ignore` matches is no reason to skip.
+        save: a folder. The first bad step of an episode, and of a run the first three of these, is
+            written to "step-<n>-rank-<r>" in it, for `load_saved`: inputs of the outermost module's
+            last call, states of random number generators before that, parameters and buffers up
+            to 1 GiB. Until a step is judged, the inputs of its calls are kept alive; nothing is
+            copied until it is bad. What was changed in place since the call, and what torch.load
+            does not take with weights_only=True, is left out with a note. If the folder cannot be
+            written, that is logged, once, and nothing else happens.
 
     Returns:
         The monitor; `close` it or call `disable`.
@@ -390,26 +572,55 @@ def enable(
         TypeError: `model` is no module.
         ValueError: an unknown kind or action, or a number out of range.
 
-    Synchronization: none, in hooks either.
+    Synchronization: none, in hooks either, with these exceptions. Under `skip_step`, gradients on
+        the CPU need none, and on CUDA devices a fused Adam, AdamW, Adagrad or SGD none from the
+        second step on: it gets `found_inf`, computed on the device. All others wait once a step
+        for their gradients. Writing a step under `save` waits for what it writes.
     """
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"nanscan: expected a torch.nn.Module or None, got {type(model).__name__}")
     wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
-    for kind in wanted:
-        if kind not in KINDS:
-            raise ValueError(f"nanscan: unknown kind {kind!r}; kinds are {', '.join(KINDS)}")
-    if not callable(action) and action not in ("warn", "raise", "log"):
-        raise ValueError(
-            f"nanscan: action must be 'warn', 'raise', 'log' or a callable, got {action!r}"
-        )
-    if not isinstance(history, int) or history < 1:
-        raise ValueError(f"nanscan: history must be a positive number of steps, got {history!r}")
+    _check_target(model, wanted, action)
+    _check_actions(wanted, skip_step, save)
+    _check_count("history", history, 1, "a positive number of steps")
+    _check_count("max_skips", max_skips, 2, "at least 2")
+    _check_count("every", every, 1, "a positive number of steps")
+    _check_count("warmup", warmup, 0, "a number of steps")
     if not 0 < near_limit <= 1:
         raise ValueError(f"nanscan: near_limit must be in (0, 1], got {near_limit!r}")
+    if max_overhead is not None and not 0 < max_overhead < 1:
+        raise ValueError(f"nanscan: max_overhead must be in (0, 1), got {max_overhead!r}")
     for monitor in tuple(_active):
         if monitor.watches(model):
             monitor.close()
-    return Monitor(model, kinds=wanted, action=action, history=history, near_limit=near_limit)
+    return Monitor(
+        model,
+        kinds=wanted,
+        action=action,
+        history=history,
+        near_limit=near_limit,
+        max_skips=max_skips,
+        schedule=Schedule(every, warmup, max_overhead),
+        wants=wants(include, exclude),
+        ignores=ignores(ignore),
+        skip_step=skip_step,
+        save=None if save is None else Path(save),
+    )
+
+
+def probe(name: str, x: Any) -> Any:
+    """A named place inside a forward: scans `x`, a tensor or a container of some, and returns it.
+
+    Args:
+        name: what findings call it; the same name is the same place.
+        x: what to scan.
+
+    Returns:
+        `x` itself. While no monitor is open this does nothing.
+
+    Synchronization: none.
+    """
+    for monitor in tuple(_active):
+        monitor.probe(name, x)
+    return x
 
 
 def disable() -> None:

@@ -19,17 +19,24 @@ _HISTORY = 6
 def report(finding: Finding) -> str:
     """The whole finding: where and when, the numbers, what came before, and likely causes."""
     rank = f", rank {finding.rank}" if finding.rank else ""
+    reason = f"({finding.verdict}: {finding.how})"
     if finding.verdict == "near-limit":
         limit = torch.finfo(finding.dtype).max
         share = (finding.stats.absmax or 0.0) / limit
-        what = f"near the limit in step {finding.step}{rank} ({share:.0%} of {limit:g})"
+        state, reason = "near the limit", f"({share:.0%} of {limit:g})"
+    elif finding.verdict in ("absorbed", "recovered"):
+        state = "finite"
     else:
-        what = f"non-finite in step {finding.step}{rank} ({finding.verdict}: {finding.how})"
-    lines = [f"{finding.site} is {what}"]
+        state = "non-finite"
+    lines = [f"{finding.site} is {state} in step {finding.step}{rank} {reason}"]
+    if finding.aliases:
+        lines += _block("tied to", [", ".join(finding.aliases)])
     counts, *rest = describe_parts(finding.stats)
     lines += _block("values", [counts, ", ".join(rest)] if rest else [counts])
     if finding.between:
         lines += _block("between", [f"{finding.between[0]}  and  {finding.between[1]}"])
+    if finding.unscanned:
+        lines += _block("unscanned", [", ".join(str(site) for site in finding.unscanned)])
     lines += _rows("given", finding.given)
     lines += _rows("before", finding.before)
     lines += _block("history", _history(finding))

@@ -346,24 +346,21 @@ def check_many(tensors: Any, *, moments: bool = False) -> Any:
 
     Synchronization: as for `check`.
     """
-    leaves, structure = pytree.tree_flatten_with_path(tensors)
-    rows = _C.scan_once_many([leaf for _, leaf in leaves], moments)
+    leaves, structure = pytree.tree_flatten(tensors)
+    rows = _C.scan_once_many(leaves, moments)
     results: list[ScanResult | None] = []
-    for (path, leaf), row in zip(leaves, rows, strict=True):
+    for position, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
         if leaf is None:
             results.append(None)
         elif not isinstance(row, int):
             results.append(ScanResult(row, tuple(leaf.shape), leaf.dtype, moments=moments))
         else:
-            results.append(_check_leaf(path, leaf, moments=moments))
+            try:
+                results.append(check(leaf, moments=moments))
+            except (TypeError, ValueError) as error:
+                where = pytree.keystr(pytree.tree_flatten_with_path(tensors)[0][position][0])
+                raise type(error)(f"{error} (at {where or 'the root'})") from None
     return pytree.tree_unflatten(results, structure)
-
-
-def _check_leaf(path: tuple[Any, ...], leaf: Any, *, moments: bool) -> ScanResult:
-    try:
-        return check(leaf, moments=moments)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error} (at {pytree.keystr(path) or 'the root'})") from None
 
 
 def assert_finite(x: torch.Tensor, name: str | None = None) -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-Kind = Literal["input", "output", "grad_output", "param", "grad", "state", "probe"]
-KINDS: tuple[Kind, ...] = ("input", "output", "grad", "param", "state")
+Kind = Literal[
+    "input", "output", "grad_output", "grad", "param", "buffer", "state", "loss", "probe"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+DEFAULT_KINDS: tuple[Kind, ...] = ("input", "output", "grad", "param", "buffer", "loss", "probe")
+
+# By qualified name and, for a module, the module itself.
+Wants = Callable[[str, nn.Module | None], bool]
+# id, place, outermost, watched, sentinel; as nanscan._C.Calls.add takes them.
+OnAdd = Callable[[int, "ModulePlace", bool, bool, bool], None]
 
 _MAX_CHILDREN = 256  # of one container; later ones share a node, so that memory stays bounded
 _MAX_SOURCES = 64
@@ -23,9 +31,11 @@ class Site:
 
     Attributes:
         name: qualified name of the module or parameter; the root module goes by its class.
-        kind: what of it: "input", "output", "param", "grad", "state", ...
+        kind: what of it: "input", "output", "grad_output" (the gradient that reaches an output),
+            "param", "grad", "buffer", "state" (an optimizer's moment), "loss" or "probe".
         path: argument path, such as "[0]", ".mask" or "[1].hidden"; the name of the moment for
-            "state"; "" for a module's only output.
+            "state"; "" for a module's only output; " (recomputed)" at its begin where a checkpoint
+            ran the module again in backward.
     """
 
     name: str
@@ -33,6 +43,8 @@ class Site:
     path: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "loss":
+            return f"loss{self.path}"
         if self.kind == "state":
             return f"{self.name} {self.path}"
         return f"{self.name} {self.kind}{self.path}"
@@ -44,13 +56,15 @@ class Place:
     Attributes:
         name: qualified name.
         parent: the module around it; None for an outermost one.
+        watched: no filter leaves it out.
     """
 
-    __slots__ = ("name", "parent")
+    __slots__ = ("name", "parent", "watched")
 
     def __init__(self, name: str, parent: ModulePlace | None) -> None:
         self.name = name
         self.parent = parent
+        self.watched = True
 
     def is_inside(self, other: Place) -> bool:
         """Whether this is `other` or lies within it."""
@@ -61,14 +75,23 @@ class Place:
 
 
 class ModulePlace(Place):
-    """A module: its argument trees and its own parameters.
+    """A module: its argument trees and its own parameters and buffers.
 
     Attributes:
         called: it ran at least once.
         swept: for an outermost module: its parameters were scanned before its first call.
     """
 
-    __slots__ = ("called", "inputs", "keywords", "outputs", "parameters", "swept")
+    __slots__ = (
+        "buffers",
+        "called",
+        "inputs",
+        "keywords",
+        "outputs",
+        "parameters",
+        "recomputed",
+        "swept",
+    )
 
     def __init__(self, name: str, parent: ModulePlace | None, *, late_keywords: bool) -> None:
         super().__init__(name, parent)
@@ -77,12 +100,17 @@ class ModulePlace(Place):
         self.inputs = Node(self, "input")
         self.keywords = Node(self, "input", late=late_keywords)
         self.outputs = Node(self, "output")
+        self.recomputed = Node(self, "output", " (recomputed)")
         self.parameters: dict[str, ParameterPlace] = {}
+        self.buffers: dict[str, SinglePlace] = {}
 
     def nodes(self) -> Iterator[Node]:
-        """Every position of it that was seen so far, its parameters' aside."""
+        """Every position of it that was seen so far, its parameters' and buffers' aside."""
         yield from self.input_nodes()
-        yield from self.outputs.walk()
+        for node in (*self.outputs.walk(), *self.recomputed.walk()):
+            yield node
+            if node.gradient is not None:
+                yield node.gradient
 
     def input_sources(self) -> set[int]:
         """Rows in which its inputs were found."""
@@ -98,13 +126,32 @@ class ModulePlace(Place):
         yield from self.keywords.walk()
 
 
-class ParameterPlace(Place):
-    """A parameter with its gradient and its optimizer moments."""
+class SinglePlace(Place):
+    """What has one site: a buffer, the loss, a probe."""
 
-    __slots__ = ("grad", "param", "state")
+    __slots__ = ("node",)
+
+    def __init__(self, name: str, parent: ModulePlace | None, kind: Kind) -> None:
+        super().__init__(name, parent)
+        self.node = Node(self, kind)
+
+    def nodes(self) -> Iterator[Node]:
+        """All that was seen there."""
+        return self.node.walk()
+
+
+class ParameterPlace(Place):
+    """A parameter with its gradient and its optimizer moments.
+
+    Attributes:
+        aliases: its other names, where weights are tied.
+    """
+
+    __slots__ = ("aliases", "grad", "param", "state")
 
     def __init__(self, name: str, parent: ModulePlace | None) -> None:
         super().__init__(name, parent)
+        self.aliases: list[str] = []
         self.param = Node(self, "param")
         self.grad = Node(self, "grad")
         self.state: dict[str, Node] = {}
@@ -128,11 +175,15 @@ class Node:
         late: scanned after the module ran, though it went in before (keyword arguments of global
             hooks).
         skipped: why what was seen here was not scanned, if so.
+        gradient: of an output: what is seen of its gradient.
+        hook: of an output: scans a gradient into that.
     """
 
     __slots__ = (
         "children",
         "computed",
+        "gradient",
+        "hook",
         "items",
         "kind",
         "late",
@@ -152,6 +203,8 @@ class Node:
         self.row = -1
         self.sources: set[int] = set()
         self.skipped = ""
+        self.gradient: Node | None = None
+        self.hook: Callable[[Any], None] | None = None
         self.items: list[Node] = []  # children by position
         self.children: dict[object, Node] = {}  # children by key
 
@@ -198,30 +251,38 @@ class Registry:
 
     Args:
         model: watch this model only; None: every module that is ever called.
+        wants: whether to watch a module, and its parameters and buffers, by qualified name.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, wants: Wants) -> None:
         self.only = model is not None
+        self._wants = wants
         self.places: dict[int, ModulePlace] = {}  # by id(module)
         # By id(parameter): the module that has it, under which name, and its place. No weak
         # reference to the parameter: torch.utils.swap_tensors, and so Module.to, would refuse it.
         self._parameters: dict[int, tuple[weakref.ref[nn.Module], str, ParameterPlace]] = {}
         self._by_name: dict[str, ModulePlace] = {}
         self._loose: dict[str, ParameterPlace] = {}  # parameters of no known module, by name
+        self._single: dict[tuple[str, Kind], SinglePlace] = {}  # the loss, and probes
+        # Buffers: the module that has it, under which name, and its place.
+        self._buffers: list[tuple[weakref.ref[nn.Module], str, SinglePlace]] = []
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
         self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
-        self._on_add: Callable[[int, ModulePlace, bool], None] | None = None
+        self._on_add: OnAdd | None = None
         self._on_forget: Callable[[int], None] | None = None
         if model is not None:
             self._add_root(model)
 
-    def listen(
-        self, on_add: Callable[[int, ModulePlace, bool], None], on_forget: Callable[[int], None]
-    ) -> None:
-        """Tells of each module, now and later: id, place, if outermost; and of its end."""
+    def listen(self, on_add: OnAdd, on_forget: Callable[[int], None]) -> None:
+        """Tells of each module, now and later, and of its end."""
         self._on_add, self._on_forget = on_add, on_forget
         for key, place in self.places.items():
-            on_add(key, place, place.parent is None)
+            on_add(key, place, *self._role(place))
+
+    def _role(self, place: ModulePlace) -> tuple[bool, bool, bool]:
+        """Whether a module is outermost, watched, and a sentinel: it, or one right inside it."""
+        around = place.parent
+        return around is None, place.watched, around is None or around.parent is None
 
     def modules(self) -> Iterator[tuple[nn.Module, ModulePlace]]:
         """Every module that is known and alive."""
@@ -230,12 +291,26 @@ class Registry:
             if module is not None:
                 yield module, self.places[key]
 
-    def all_places(self) -> Iterator[ModulePlace | ParameterPlace]:
+    def all_places(self) -> Iterator[ModulePlace | ParameterPlace | SinglePlace]:
         """Everything that ever had a name."""
         for place in self._by_name.values():
             yield place
             yield from place.parameters.values()
+            yield from place.buffers.values()
         yield from self._loose.values()
+        yield from self._single.values()
+
+    def single(self, name: str, kind: Kind) -> SinglePlace:
+        """The loss, or a probe of that name."""
+        return self._single.setdefault((name, kind), SinglePlace(name, None, kind))
+
+    def buffers(self) -> Iterator[tuple[torch.Tensor, SinglePlace]]:
+        """Every buffer that a known module has now."""
+        for reference, key, place in self._buffers:
+            module = reference()
+            buffer = getattr(module, key, None)
+            if place.watched and isinstance(buffer, torch.Tensor):
+                yield buffer, place
 
     def parameter(self, parameter: torch.Tensor, loose_name: str) -> ParameterPlace | None:
         """A parameter's place; None where its model is not watched.
@@ -320,23 +395,34 @@ class Registry:
         place = self._by_name.get(name)
         if place is None:
             place = ModulePlace(name, parent, late_keywords=not self.only)
+            place.watched = self._wants(name, module)
             self._by_name[name] = place
         key = id(module)
         self.places[key] = place
         if self._on_add is not None:
-            self._on_add(key, place, parent is None)
+            self._on_add(key, place, *self._role(place))
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
         return place
 
     def _add_parameters(self, module: nn.Module, name: str) -> None:
-        places = self.places[id(module)].parameters
+        owner, reference = self.places[id(module)], self._lifetimes[id(module)]
         for key, parameter in module.named_parameters(recurse=False):
-            if key not in places:
+            full = f"{name}.{key}".removeprefix(".")
+            place = owner.parameters.get(key)
+            if place is None:
+                place = owner.parameters[key] = ParameterPlace(full, owner)
+                place.watched = owner.watched and self._wants(full, None)
+            known = self._known(id(parameter))
+            if known is None:  # a tied weight goes by its first name
+                self._parameters[id(parameter)] = reference, key, place
+            elif known is not place and full not in known.aliases:
+                known.aliases.append(full)
+        for key, _ in module.named_buffers(recurse=False):
+            if key not in owner.buffers:
                 full = f"{name}.{key}".removeprefix(".")
-                places[key] = ParameterPlace(full, self.places[id(module)])
-            if self._known(id(parameter)) is None:  # a tied weight goes by its first name
-                reference = self._lifetimes[id(module)]
-                self._parameters[id(parameter)] = reference, key, places[key]
+                owner.buffers[key] = SinglePlace(full, owner, "buffer")
+                owner.buffers[key].watched = owner.watched and self._wants(full, None)
+                self._buffers.append((reference, key, owner.buffers[key]))
 
     def _forget(self, key: int) -> None:
         self.places.pop(key, None)

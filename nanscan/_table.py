@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,27 @@ import torch
 from nanscan import _C
 from nanscan._row import ROW, Rows, absmax, finite_max, finite_min, nonfinite
 from nanscan._scan import Record, ScanResult
-from nanscan._sites import Node
+from nanscan._schedule import FULL, Turn
+from nanscan._sites import Node, ParameterPlace
 
 Describe = Callable[[int], tuple[str, tuple[int, ...]] | None]
 # A node, its record or what will be it, and the name of dtype and the shape of the tensor.
 Scans = list[tuple[Node, Record | _C.PendingScan, tuple[str, tuple[int, ...]]]]
+
+
+@dataclass
+class OptimizerFacts:
+    """What is known of the optimizer step that a parameter went bad in.
+
+    Attributes:
+        name: class of the optimizer.
+        options: of the parameter's group: lr, eps, betas, ...
+        moments: scans with moments of the parameter's state, by name, taken right after the step.
+    """
+
+    name: str
+    options: dict[str, Any]
+    moments: dict[str, ScanResult] = field(default_factory=dict)
 
 
 @dataclass
@@ -36,6 +52,12 @@ class Snapshot:
         arrival: rows that are still on their way.
         untrained: they are parameters, scanned before their model first ran.
         keep: it is to become part of the history once it is complete.
+        skips: optimizer steps that a GradScaler skipped, this one and those before without one
+            that it let pass; 0: it let this one pass.
+        scale: the GradScaler's then.
+        turn: what was scanned.
+        facts: what explains parameters that went bad in the step, by their places.
+        calls: what is kept of the calls of outermost modules in the step.
     """
 
     step: int
@@ -47,6 +69,11 @@ class Snapshot:
     arrival: _C.Arrival | None = None
     untrained: bool = False
     keep: bool = False
+    skips: int = 0
+    scale: float = math.nan
+    turn: Turn = FULL
+    facts: dict[ParameterPlace, OptimizerFacts] = field(default_factory=dict)
+    calls: tuple[Any, ...] = ()
 
     def ready(self) -> bool:
         """Whether all rows arrived. Never blocks."""
@@ -70,10 +97,12 @@ class Sweep:
     Attributes:
         step: the number of the step that comes.
         scans: of each parameter.
+        calls: as those of a Snapshot.
     """
 
     step: int
     scans: Scans
+    calls: tuple[Any, ...] = ()
 
     def ready(self) -> bool:
         """Whether all are done. Never blocks."""
@@ -100,6 +129,8 @@ class Table:
         self._rows = np.zeros((history, 0), ROW)
         self._order = np.zeros((history, 0), np.uint64)
         self._taken = 0
+        self.full_order = np.zeros(0, np.uint64)  # of the last step that scanned everything
+        self.resets = 0  # how often all rows began anew
 
     @property
     def visits(self) -> int:
@@ -157,6 +188,7 @@ class Table:
             else:
                 rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
             taken = self.core.snapshot(rows.view(np.uint8), order, reset)
+            self.resets += reset and taken is not None
         if taken is None:
             return None
         notable, arrival = taken
@@ -195,7 +227,10 @@ class Table:
                 order[node.row] = position
                 if rows[node.row]["ticket"]:
                     rows[node.row]["ticket"] = position
-        return Snapshot(sweep.step, rows, order, notable, False, descriptions.get, untrained=True)
+        describe = descriptions.get
+        swept = Snapshot(sweep.step, rows, order, notable, False, describe, untrained=True)
+        swept.calls = sweep.calls
+        return swept
 
     def merge(self, row: int, tensor: torch.Tensor, record: Rows) -> None:
         """Merges a scan that plain torch made, where there are no kernels."""

@@ -411,7 +411,7 @@ def test_a_callable_gets_the_finding():
     infer(model, batch())
     model.bad = True
     infer(model, batch())
-    assert [f.step for f in got] == [1, 4]
+    assert [(f.step, f.verdict) for f in got] == [(1, "origin"), (3, "recovered"), (4, "origin")]
 
 
 @SCOPES
@@ -650,7 +650,9 @@ def test_coverage():
     assert before["not_called"] == ["Partly", "attend", "attend.out_proj", "unused"]
     infer(model, batch())
     after = monitor.coverage()
-    assert set(after) == {"sites", "skipped", "not_called", "bytes"}
+    assert set(after) == {
+        *("sites", "skipped", "not_called", "left_out", "thinned", "overhead", "bytes"),
+    }
     assert after["not_called"] == ["attend.out_proj", "unused"]
     assert after["skipped"] == {}
     assert after["bytes"] > 16 * 128 * len(after["sites"])
@@ -725,7 +727,10 @@ def test_findings_are_a_copy():
             ValueError,
             "unknown kind 'grads'; kinds are input, output",
         ),
-        ({"kinds": "probe"}, ValueError, "unknown kind 'probe'"),
+        ({"kinds": "wight"}, ValueError, "unknown kind 'wight'"),
+        ({"ignore": ["kind:wight"]}, ValueError, "unknown kind in 'kind:wight'"),
+        ({"ignore": [3]}, TypeError, "ignore takes names, dtypes or a function, got 3"),
+        ({"max_skips": 1}, ValueError, "max_skips must be at least 2, got 1"),
         ({"action": "print"}, ValueError, "action must be 'warn', 'raise', 'log' or a callable"),
         ({"history": 0}, ValueError, "history must be a positive number of steps, got 0"),
         ({"history": 2.5}, ValueError, "history must be a positive number of steps, got 2.5"),

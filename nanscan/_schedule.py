@@ -1,0 +1,160 @@
+"""Which step scans what: every N steps, not at first, or as much as a budget allows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+_LONGEST = 64  # steps between two scans of anything that is thinned
+_SAMPLES = 8
+_FULL_AFTER_FAULT = 3
+_CALLS = 200
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one step scans.
+
+    Attributes:
+        period: of module outputs: 0: none, and nothing else either; 1: all; more: one module in so
+            many, by turns, and sentinels: the loss, gradients, the outermost modules and those
+            right inside them.
+        number: whose turn it is.
+        slow: parameters, buffers and moments as well.
+    """
+
+    period: int
+    number: int
+    slow: bool
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is left out."""
+        return self.period == 1 and self.slow
+
+
+FULL = Turn(1, 0, slow=True)
+
+
+@dataclass
+class Cost:
+    """Seconds that one step spent in hooks.
+
+    Attributes:
+        calls: of modules, dispatch included.
+        dispatch: torch's part of that, which no thinning saves.
+        slow: parameters, buffers and moments.
+        rest: the loss, gradients, snapshots and judgement.
+    """
+
+    calls: float = 0.0
+    dispatch: float = 0.0
+    slow: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.calls + self.slow + self.rest
+
+
+class Schedule:
+    """Decides step by step.
+
+    Args:
+        every: scan one step in so many.
+        warmup: scan nothing in so many first steps.
+        max_overhead: share of a step's time, without hooks, that these may take; None: no limit.
+    """
+
+    def __init__(self, every: int, warmup: int, max_overhead: float | None) -> None:
+        self._every = every
+        self._warmup = warmup
+        self.max_overhead = max_overhead
+        self._full_until = 0
+        self._samples: dict[str, deque[float]] = {}
+        self.period = self.slow_period = 1
+
+    def turn(self, step: int) -> Turn:
+        """What to scan in a step."""
+        if step < self._full_until:
+            return FULL
+        if step < self._warmup or (step - self._warmup) % self._every:
+            return Turn(0, 0, slow=False)
+        number = (step - self._warmup) // self._every
+        return Turn(self.period, number, slow=number % self.slow_period == 0)
+
+    def scan_fully(self, step: int, steps: int = _FULL_AFTER_FAULT) -> None:
+        """Scans everything in the next steps, from `step` on, whatever it costs."""
+        self._full_until = max(self._full_until, step + steps)
+
+    def note(self, turn: Turn, cost: Cost, seconds: float) -> None:
+        """Learns from a step that took so many seconds in all; chooses what later ones scan."""
+        if self.max_overhead is None or not turn.period:
+            return
+        self._sample("net", seconds - cost.total)
+        self._sample("fixed", cost.dispatch + cost.rest)
+        self._sample("outputs", max(cost.calls - cost.dispatch, 0.0) * turn.period)
+        self._sample("total", cost.total)
+        if turn.slow:
+            self._sample("slow", cost.slow)
+        left = self.max_overhead * self._median("net") - self._median("fixed")
+        slow, outputs = self._median("slow"), self._median("outputs")
+        self.slow_period = _steps(slow, left - outputs)
+        self.period = _steps(outputs, left - slow / self.slow_period)
+
+    def describe(self) -> dict[str, str]:
+        """What is not scanned in every step, and in which it is."""
+        thinned = {}
+        if self._warmup:
+            thinned["everything"] = f"from step {self._warmup} on"
+        if self._every > 1:
+            thinned["everything"] = f"one step in {self._every}, from step {self._warmup} on"
+        if self.slow_period > 1:
+            thinned["parameters, buffers and moments"] = f"one scanned step in {self.slow_period}"
+        if self.period > 1:
+            thinned["outputs and their gradients"] = f"one module in {self.period}, by turns"
+        return thinned
+
+    def overhead(self) -> float:
+        """Share of a step's time that hooks took of late; NaN while nothing was measured."""
+        return self._median("total") / self._median("net") if self._samples else math.nan
+
+    def _sample(self, name: str, value: float) -> None:
+        self._samples.setdefault(name, deque(maxlen=_SAMPLES)).append(value)
+
+    def _median(self, name: str) -> float:
+        return median(self._samples[name]) if name in self._samples else 0.0
+
+
+def _steps(cost: float, budget: float) -> int:
+    """One step in how many can bear a cost."""
+    if cost <= budget:
+        return 1
+    return _LONGEST if budget <= cost / _LONGEST else math.ceil(cost / budget)
+
+
+def dispatch_seconds() -> float:
+    """What torch takes to call a module's forward hook, which our clock does not see."""
+
+    def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None: ...
+
+    module, x = nn.Identity(), torch.empty(0)
+    bare = _best(module, x)
+    module.register_forward_hook(hook, with_kwargs=True)
+    return max(_best(module, x) - bare, 0.0)
+
+
+def _best(module: nn.Module, x: torch.Tensor) -> float:
+    best = math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            module(x)
+        best = min(best, (time.perf_counter() - start) / _CALLS)
+    return best
