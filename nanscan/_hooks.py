@@ -478,21 +478,19 @@ class Hooks:
                 self._bad_gradients = self._table.resets
             self._cost.rest += time.perf_counter() - began
 
-    def _look_at_gradients(self, optimizer: Optimizer, plan: _Plan) -> Gradients:
-        """Scans gradients; returns those that may be bad, for all that the host knows."""
+    def _look_at_gradients(self, optimizer: Optimizer, plan: _Plan) -> tuple[Gradients, bool]:
+        """Scans gradients; returns them, and whether those on the host are known to be finite."""
         if plan.has_loose:  # before a closure ran, its model may not have been known
             plan = self._stepping.plan = self._plan(optimizer) or plan
         self._scan_gradients(optimizer, plan)
         self._on_gradients()
         # A row takes a ticket once: after that it does not tell whether a later scan was bad.
         fine = self._bad_gradients != self._table.resets
+        if fine and not self._table.on_device:
+            return [], True
         parameters = _parameters(optimizer)
         pairs = [(parameters[i].grad, place.grad.site) for i, place in plan.backward]
-        return [
-            (grad, site)
-            for grad, site in pairs
-            if grad is not None and not (fine and grad.device.type == "cpu")
-        ]
+        return [(grad, site) for grad, site in pairs if grad is not None], fine
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans parameters, and moments when asked for, and ends the step."""
