@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -257,6 +258,7 @@ class Registry:
     def __init__(self, model: nn.Module | None, wants: Wants) -> None:
         self.only = model is not None
         self._wants = wants
+        self._lock = threading.RLock()
         self.places: dict[int, ModulePlace] = {}  # by id(module)
         # By id(parameter): the module that has it, under which name, and its place. No weak
         # reference to the parameter: torch.utils.swap_tensors, and so Module.to, would refuse it.
@@ -350,24 +352,28 @@ class Registry:
         """
         if self.only:
             return None
-        if caller is None:
-            return self._add_root(module)
-        # Modules made anew in each forward: all of one class in one parent share a place.
-        made_inside = f"{caller.name}.<{type(module).__name__}>"
-        if made_inside not in self._by_name:
-            self.rescan()
+        with self._lock:  # threads may meet one module at once
             if id(module) in self.places:
                 return self.places[id(module)]
-        return self._add(module, made_inside, caller)
+            if caller is None:
+                return self._add_root(module)
+            # Modules made anew in each forward: all of one class in one parent share a place.
+            made_inside = f"{caller.name}.<{type(module).__name__}>"
+            if made_inside not in self._by_name:
+                self.rescan()
+                if id(module) in self.places:
+                    return self.places[id(module)]
+            return self._add(module, made_inside, caller)
 
     def rescan(self) -> None:
         """Looks for what was added to known outermost modules, or taken away, since."""
-        for parameter in [p for p in self._parameters if self._known(p) is None]:
-            del self._parameters[parameter]
-        for label, reference in list(self._roots.items()):
-            module = reference()
-            if module is not None:
-                self._add_tree(module, label)
+        with self._lock:
+            for parameter in [p for p in self._parameters if self._known(p) is None]:
+                del self._parameters[parameter]
+            for label, reference in list(self._roots.items()):
+                module = reference()
+                if module is not None:
+                    self._add_tree(module, label)
 
     def _add_root(self, module: nn.Module) -> ModulePlace:
         """Names a module that no known one contains, and all it contains."""

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import sys
 import threading
 import weakref
 from typing import NamedTuple
@@ -1122,3 +1123,28 @@ def test_a_forked_child_goes_on(scope):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert monitor._step == 1
+
+
+def test_threads_that_meet_a_model_at_once():
+    """Naming it must not be seen half done: switching threads as often as can be shows it."""
+    interval, errors = sys.getswitchinterval(), []
+
+    def run(model):
+        try:
+            model(torch.randn(3, 4))
+        except Exception as error:  # noqa: BLE001 - any is a failure
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(8)))
+            with nanscan.watch(action="log"):
+                threads = [threading.Thread(target=run, args=(model,)) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
