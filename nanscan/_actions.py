@@ -455,9 +455,9 @@ class Saver:
                 "notes": notes,
                 "versions": _versions(),
             }
-            torch.save(content, part / _CALL_FILE)
+            _save(content, part / _CALL_FILE)
             if state is not None:
-                torch.save(state, part / _STATE_FILE)
+                _save(state, part / _STATE_FILE)
             text = [content["text"], *(f"{path}: {note}" for path, note in notes.items()), ""]
             (part / _TEXT_FILE).write_text("\n".join(text), encoding="utf-8")
             for number in itertools.count(1):
@@ -477,7 +477,9 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - a disk, a container of the user's, pickle, ...
             if not self._warned:
                 self._warned = True
-                _logger.warning("nanscan: could not %s: %s: %s", what, type(error).__name__, error)
+                inner = error.__context__  # torch hides why it could not write
+                why = inner if isinstance(inner, OSError) else error
+                _logger.warning("nanscan: could not %s: %s: %s", what, type(why).__name__, why)
 
 
 def _structure(x: Any, path: str, notes: dict[str, str], depth: int = 0) -> Any:
@@ -524,6 +526,11 @@ def _content(x: Any, notes: dict[str, str], done: dict[int, torch.Tensor] | None
     if id(x.tensor) not in done:
         done[id(x.tensor)] = _compact(x.tensor)
     return done[id(x.tensor)]
+
+
+def _save(content: Any, path: Path) -> None:
+    with path.open("wb") as file:  # given the path alone, torch would not say what went wrong
+        torch.save(content, file)
 
 
 def _compact(x: torch.Tensor) -> torch.Tensor:

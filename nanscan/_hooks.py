@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
@@ -537,9 +538,10 @@ class Hooks:
     def _scan_buffers(self) -> None:
         """Scans the buffers that changed, such as running statistics, not masks and tables."""
         changed = []
-        for buffer, place in self._registry.buffers():
+        for module, buffer, place in self._registry.buffers():
             state = id(buffer), buffer._version  # noqa: SLF001 - no public spelling
-            if self._buffers.get(place) != state:
+            # torch's batch_norm changes running statistics, and leaves their version as it was.
+            if self._buffers.get(place) != state or isinstance(module, _NormBase):
                 self._buffers[place] = state
                 changed.append((buffer, place.node))
         self._scan_all(changed)

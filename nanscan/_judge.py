@@ -158,6 +158,7 @@ class Judge:
         self._bad_parameters: dict[int, ScanResult] = {}  # by row, as last scanned
         self._reported: set[int] = set()  # rows reported as bad in this episode
         self._near: set[int] = set()  # rows reported as near the limit, still there
+        self._absorbed = -1, -1  # step and row, as last reported: a step may be judged in parts
 
     @property
     def in_episode(self) -> bool:
@@ -183,8 +184,13 @@ class Judge:
         if faults:
             faults[0].finding.affected = [item.finding.site for item in faults[1:]]
             self._first = self._first or faults[0].finding.site
-            return [*news, *faults, *step.absorbed(bad)]
-        if snapshot.whole and not bad and not self._bad_parameters:
+            absorbed = [
+                i for i in step.absorbed(bad) if (snapshot.step, i.node.row) != self._absorbed
+            ]
+            if absorbed:
+                self._absorbed = snapshot.step, absorbed[0].node.row
+            return [*news, *faults, *absorbed]
+        if snapshot.whole and self._reported and not bad and not self._bad_parameters:
             news += self._recovered(step, snapshot)
         return news
 
@@ -209,8 +215,13 @@ class Judge:
         first, rows = self._first, sorted(self._reported)
         self._reported.clear()
         self._first = None
-        row = next((r for r in rows if self._table.nodes[r].site == first), -1)
-        if row < 0 or row >= len(snapshot.rows) or not snapshot.rows[row]["calls"]:
+        # The first site, or, where its tensor is another one's in this step, the next that is seen.
+        rows.sort(key=lambda row: self._table.nodes[row].site != first)
+        seen = (row for row in rows if row < len(snapshot.rows) and snapshot.rows[row]["calls"])
+        row = next(seen, None)
+        if row is None:
+            row = next(step.scanned(), None)
+        if row is None:
             return []
         judged = step.describe(row, "recovered")
         judged.finding.how = "all that was scanned in this step is finite"
@@ -383,7 +394,7 @@ class _Step:
         """The first module behind the bad rows that was handed some and returned finite values."""
         rows, nodes = set(bad), self._table.nodes
         found: list[tuple[int, int, list[int]]] = []
-        for row in self._scanned():
+        for row in self.scanned():
             node = nodes[row]
             if node.kind != "output" or not isinstance(node.place, ModulePlace) or row in rows:
                 continue
@@ -427,7 +438,7 @@ class _Step:
             return bool(place.grad.sources & self._earlier)
         return bool(self._earlier - {row})
 
-    def _scanned(self) -> Iterator[int]:
+    def scanned(self) -> Iterator[int]:
         return (int(row) for row in np.flatnonzero(self._order > 0))
 
     def _rows_before(self, row: int) -> list[int]:
@@ -454,9 +465,7 @@ class _Step:
 
     def _outermost_inputs(self) -> list[int]:
         nodes = self._table.nodes
-        return [
-            r for r in self._scanned() if nodes[r].kind == "input" and not nodes[r].place.parent
-        ]
+        return [r for r in self.scanned() if nodes[r].kind == "input" and not nodes[r].place.parent]
 
     def _stats(self, row: int) -> ScanResult:
         return self._snapshot.result(row)

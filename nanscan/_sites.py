@@ -306,13 +306,13 @@ class Registry:
         """The loss, or a probe of that name."""
         return self._single.setdefault((name, kind), SinglePlace(name, None, kind))
 
-    def buffers(self) -> Iterator[tuple[torch.Tensor, SinglePlace]]:
-        """Every buffer that a known module has now."""
+    def buffers(self) -> Iterator[tuple[nn.Module, torch.Tensor, SinglePlace]]:
+        """Every buffer that a known module has now, and the module."""
         for reference, key, place in self._buffers:
             module = reference()
             buffer = getattr(module, key, None)
-            if place.watched and isinstance(buffer, torch.Tensor):
-                yield buffer, place
+            if place.watched and module is not None and isinstance(buffer, torch.Tensor):
+                yield module, buffer, place
 
     def parameter(self, parameter: torch.Tensor, loose_name: str) -> ParameterPlace | None:
         """A parameter's place; None where its model is not watched.
