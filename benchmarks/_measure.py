@@ -12,19 +12,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 import nanscan
 from nanscan import _C
 
-mpl.use("agg")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LOCAL = Path(__file__).parent / "results" / "local"
 ALL_THREADS = torch.get_num_threads()
@@ -162,6 +161,11 @@ def ratio(of: list[float], to: list[float]) -> Spread:
     return Spread.of(np.divide(of[:both], to[:both]))
 
 
+def percent_over(pairs: np.ndarray) -> np.ndarray:
+    """Median overhead in percent; pairs are [..., rounds, (time, time without hooks)]."""
+    return 100 * (np.median(pairs[..., 0] / pairs[..., 1], axis=-1) - 1)
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on, and how busy the machine was before them."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -182,12 +186,18 @@ def machine() -> dict[str, Any]:
 
 
 class Report:
-    """Collects the tables, figures and bars of one benchmark and writes them to a folder."""
+    """Collects the tables, figures and bars of one benchmark and writes them to a folder.
 
-    def __init__(self, name: str, out: Path) -> None:
+    Args:
+        name: of the files.
+        out: the folder.
+        more: what else to say of the machine.
+    """
+
+    def __init__(self, name: str, out: Path, **more: Any) -> None:
         self.name = name
         self.out = out
-        self.data: dict[str, Any] = {"machine": machine()}
+        self.data: dict[str, Any] = {"machine": machine() | more}
         self.console = Console(record=True, width=150)
         self.begin = time.perf_counter()
         self.others_before = _cpu_seconds_of_others()
@@ -226,19 +236,25 @@ class Report:
         )
         self.data["bars"] = [{**asdict(bar), "passed": bar.passed} for bar in bars]
 
-    def save(self, figure: Figure) -> None:
-        """Writes NAME.json, NAME.txt and NAME.png."""
+    def write(self) -> None:
+        """Writes NAME.json and NAME.txt as far as they are: nothing is lost if the rest fails."""
+        path = self.out / self.name
+        path.with_suffix(".json").write_text(json.dumps(self.data, default=asdict, indent=1) + "\n")
+        path.with_suffix(".txt").write_text(self.console.export_text(clear=False))
+
+    def save(self, figure: Figure | None = None) -> None:
+        """Writes NAME.json, NAME.txt and, of a figure, NAME.png."""
         took = time.perf_counter() - self.begin
         others = round(max(_cpu_seconds_of_others() - self.others_before, 0) / took, 2)
         self.data |= {"took_s": round(took, 1), "cores_busy_with_others": others}
         path = self.out / self.name
-        figure.savefig(path.with_suffix(".png"), dpi=130, bbox_inches="tight")
-        path.with_suffix(".json").write_text(json.dumps(self.data, default=asdict, indent=1) + "\n")
+        if figure is not None:
+            figure.savefig(path.with_suffix(".png"), dpi=130, bbox_inches="tight")
         self.console.print(
             f"{self.name}: {took:.0f} s, in which other processes kept {others} of "
-            f"{os.cpu_count()} cores busy; written to {path}.json .txt .png"
+            f"{os.cpu_count()} cores busy; written to {path}.json .txt{' .png' if figure else ''}"
         )
-        path.with_suffix(".txt").write_text(self.console.export_text())
+        self.write()
 
 
 def _cpu_seconds_of_others() -> float:

@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from _measure import Bar, Report, Spread, arguments, significant
+from _measure import Bar, Report, Spread, arguments, percent_over, significant
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
@@ -202,11 +202,6 @@ def interleave(trainings: dict[str, Training]) -> Times:
                 training.step()
                 times[name].append(time.perf_counter() - begin)
     return {name: t[WARM_UP:] for name, t in times.items()}
-
-
-def percent_over(pairs: np.ndarray) -> np.ndarray:
-    """Median overhead in percent; pairs are [..., rounds, (time, time without hooks)]."""
-    return 100 * (np.median(pairs[..., 0] / pairs[..., 1], axis=-1) - 1)
 
 
 def share_of_overhead(triples: np.ndarray) -> np.ndarray:

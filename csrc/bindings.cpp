@@ -338,6 +338,7 @@ py::object cuda_ordinal(py::handle tensor) {
 void define_cuda(py::module_& m) {
   py::class_<cuda::PendingScan>(m, "PendingScan")
       .def("ready", &cuda::PendingScan::ready)
+      .def_property_readonly("captured", &cuda::PendingScan::captured)
       .def("wait", [](cuda::PendingScan& scan) {
         return py::bytes(reinterpret_cast<const char*>(&scan.wait()), sizeof(Row));
       });

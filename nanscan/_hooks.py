@@ -317,7 +317,9 @@ class Hooks:
                 self._scan_unusual(tensor, node, row)
             else:
                 scans.append((node, row, _C.describe(tensor) or ("float32", ())))
-        if scans:
+        # Nobody knows when, and if, a CUDA graph that is being recorded will run.
+        captured = any(isinstance(scan, _C.PendingScan) and scan.captured for _, scan, _ in scans)
+        if scans and not captured:
             self._on_sweep(scans)
 
     def _visit_one(self, x: Any, node: Node, around: tuple[int, ...] = ()) -> None:

@@ -24,7 +24,8 @@ class PendingScan {
   PendingScan(const PendingScan&) = delete;
   PendingScan& operator=(const PendingScan&) = delete;
 
-  bool ready() const;  // never blocks
+  bool ready() const;                          // never blocks
+  bool captured() const { return captured_; }  // it is done in each replay of a CUDA graph
 
   // The row. Waits, without the GIL, for what was sent to the stream before. Throws when the scan
   // was recorded into a CUDA graph that has not run.
