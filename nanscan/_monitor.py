@@ -242,6 +242,7 @@ class Monitor:
         """Undoes `pause`."""
         if self in _active:
             self._hooks.attach()
+            self._step_began = time.perf_counter()  # a pause is no part of a step
 
     def close(self) -> None:
         """Removes all hooks for good. What was found stays readable."""
