@@ -201,7 +201,7 @@ bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* o
   const bool done =
       note_recomputing() &&
       (!scans_inputs(*entry) || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
-      (!outputs_ || !scans(*entry) || visit_output(*entry, output)) &&
+      (!scans(*entry) || visit_output(*entry, output)) &&
       (!stack().empty() || succeeded(call(slow_, name_forward_ended_, entry->place)));
   release(entry);
   return done;
@@ -251,13 +251,14 @@ bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
   const bool outermost = running.empty();
   const bool done = !output ||  // the module raised
                     ((!late_keywords_ || !scans_inputs(*entry) || visit_keywords(*entry, kwargs)) &&
-                     (!outputs_ || !scans(*entry) || visit_output(*entry, output)) &&
+                     (!scans(*entry) || visit_output(*entry, output)) &&
                      (!outermost || succeeded(call(slow_, name_forward_ended_, entry->place))));
   release(entry);
   return done;
 }
 
 bool Calls::visit_output(Module& module, PyObject* output) {
+  if (!outputs_) return !gradients_ || succeeded(call(slow_, name_gradient_, module.place, output));
   int& own_row = stack().recomputing ? module.recomputed_row : module.output_row;
   const int row = table_.visit(output, own_row);
   if (row >= 0 && row == own_row && gradients_) return watch_gradient(module, output);

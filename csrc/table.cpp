@@ -54,16 +54,26 @@ bool is_notable(const Row& row, const Description* description) {
 struct Ticket {
   uint32_t ticket;
   int row;
+  uint32_t batch = 0;  // the scan_many that the row was last in, 0: a single scan
 };
 
-// Tickets count on each device by itself. Gives rows of several devices one order: each device's
-// own, and between them the order in which the host first visited the rows.
+// Tickets count on each device by itself, and in one launch for many tensors the smallest is the
+// first to be done. Gives rows one order: each device's own; of rows scanned by one call, that of
+// the call; and between devices the order in which the host first visited the rows.
 void number_tickets(std::vector<std::vector<Ticket>>& sources, const uint64_t* order, Row* rows) {
-  const auto has_some = [](const auto& source) { return !source.empty(); };
-  if (std::count_if(sources.begin(), sources.end(), has_some) < 2) return;
-  for (auto& source : sources)  // the last to be taken comes first
+  for (auto& source : sources) {
     std::sort(source.begin(), source.end(),
-              [](const Ticket& a, const Ticket& b) { return a.ticket > b.ticket; });
+              [](const Ticket& a, const Ticket& b) { return a.ticket < b.ticket; });
+    for (auto begin = source.begin(); begin != source.end();) {
+      const auto end = std::find_if(begin, source.end(), [&](const Ticket& ticket) {
+        return ticket.batch == 0 || ticket.batch != begin->batch;
+      });
+      std::sort(begin, end,
+                [&](const Ticket& a, const Ticket& b) { return order[a.row] < order[b.row]; });
+      begin = std::max(end, begin + 1);
+    }
+    std::reverse(source.begin(), source.end());  // the last to be taken comes first
+  }
   for (uint32_t next = 1;; ++next) {
     std::vector<Ticket>* earliest = nullptr;
     for (auto& source : sources)
@@ -241,8 +251,13 @@ cuda::Rows& Table::device_rows(int ordinal) {
 }
 
 // What the host notes of a scan on a device, before its launch.
-void Table::note_device_scan(const TensorView& view, int index) {
-  describe_on_device(contexts_[index], view);
+void Table::note_device_scan(const TensorView& view, int index, uint32_t batch) {
+  RowContext& context = contexts_[index];
+  context.batch = batch;
+  if (row(index).ticket == 0)
+    describe_on_device(context, view);
+  else
+    ++context.device_calls;  // it went bad on the host before: that is what is described
   note_visit(index);
 }
 
@@ -269,7 +284,7 @@ void Table::scan_on_host(const TensorView& view, int index) {
 }
 
 Status Table::scan_on_device(const TensorView& view, int index) {
-  note_device_scan(view, index);
+  note_device_scan(view, index, 0);
   if (view.elements == 0) {  // nothing to launch, but a call
     latest_device_ = -1;
     merge_into(row(index), ScanTotals{}, last_ticket_, [] { return uint64_t{0}; });
@@ -322,6 +337,7 @@ bool Table::is_seen(const SeenTensors::Entry& seen, PyObject* tensor, int64_t ve
 void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
                       std::vector<std::pair<int, int>>& refused) {
   constexpr size_t kAtOnce = cuda::kManyTensors;
+  if (++last_batch_ == 0) ++last_batch_;
   std::vector<std::pair<TensorView, int>> waiting;  // of one device
   const auto flush = [&] {
     if (waiting.empty()) return;
@@ -352,7 +368,7 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
       if (waiting.size() == kAtOnce ||
           (!waiting.empty() && waiting.front().first.device.id != view.device.id))
         flush();
-      note_device_scan(view, index);
+      note_device_scan(view, index, last_batch_);
       waiting.emplace_back(view, index);
     }
   }
@@ -393,14 +409,18 @@ bool Table::captured() const {
 
 std::unique_ptr<Arrival> Table::send(bool reset) {
   auto arrival = std::make_unique<Arrival>();
-  for (const auto& rows : device_rows_) {
-    if (rows) arrival->copies_.push_back(rows->copy(size(), reset, stream_of(rows->device())));
-  }
+  // What can fail for want of memory comes first: no device's rows are reset then.
+  for (const auto& rows : device_rows_)
+    if (rows) arrival->copies_.push_back(rows->reserve(size()));
   if (arrival->copies_.empty()) return nullptr;
+  auto copy = arrival->copies_.begin();
+  for (const auto& rows : device_rows_)
+    if (rows) rows->send(**copy++, reset, stream_of(rows->device()));
   const bool graphs = captured();
   for (int i = 0; i < size(); ++i) {
     RowContext& context = contexts_[i];
     arrival->descriptions_.push_back(context.description);
+    arrival->batches_.push_back(context.batch);
     if (!context.earlier.empty()) arrival->earlier_[i] = context.earlier;
     if (graphs) arrival->graph_order_.push_back(context.latest_order);
     if (!reset) continue;
@@ -451,7 +471,7 @@ std::vector<int> Arrival::merge_into(Row* rows, uint64_t* order) {
       if (arrived.calls == 0) continue;
       if (order[i] == 0 && !graph_order_.empty()) order[i] = graph_order_[i];
       if (arrived.ticket != 0 && rows[i].ticket == 0) {
-        sources.back().push_back({arrived.ticket, i});
+        sources.back().push_back({arrived.ticket, i, batches_[i]});
         const auto found = earlier_.find(i);
         if (found != earlier_.end())
           for (const auto& [last_call, description] : found->second)
@@ -467,6 +487,7 @@ std::vector<int> Arrival::merge_into(Row* rows, uint64_t* order) {
   std::vector<int> notable;
   for (int i = 0; i < size(); ++i)
     if (is_notable(rows[i], descriptions_[i].get())) notable.push_back(i);
+  copies_.clear();  // their memory is free for the next ones
   return notable;
 }
 

@@ -36,6 +36,7 @@ struct RowContext {
   // were of, where that changed: up to which call.
   uint32_t device_calls = 0;
   std::vector<std::pair<uint32_t, DescriptionPtr>> earlier;
+  uint32_t batch = 0;         // the scan_many on a device that it was last in; 0: a single scan
   uint64_t order = 0;         // position among this step's first visits, from 1; 0: not visited
   uint64_t latest_order = 0;  // the same in the last step that had one: what a CUDA graph repeats
 };
@@ -92,6 +93,7 @@ class Arrival {
   std::vector<std::unique_ptr<cuda::Copy>> copies_;
   std::vector<DescriptionPtr> descriptions_;
   std::unordered_map<int, std::vector<std::pair<uint32_t, DescriptionPtr>>> earlier_;
+  std::vector<uint32_t> batches_;
   std::vector<uint64_t> graph_order_;  // empty: no CUDA graph writes into these rows
 };
 
@@ -155,7 +157,7 @@ class Table {
   void describe(RowContext& context, const TensorView& view) const;
   void describe_on_device(RowContext& context, const TensorView& view) const;
   cuda::Rows& device_rows(int ordinal);
-  void note_device_scan(const TensorView& view, int index);
+  void note_device_scan(const TensorView& view, int index, uint32_t batch);
   Status scan_or_throw(PyObject* tensor, int index);
   void scan_on_host(const TensorView& view, int index);
   Status scan_on_device(const TensorView& view, int index);
@@ -168,6 +170,7 @@ class Table {
   SeenTensors seen_;
   uint64_t visits_ = 0;
   uint32_t last_ticket_ = 0;
+  uint32_t last_batch_ = 0;
   int latest_device_ = -1;  // of the latest scan, as in SeenTensors::Entry
   void* latest_stream_ = nullptr;
   bool expect_inference_ = false;

@@ -414,8 +414,6 @@ class Saver:
         if self._left == 0:
             return
         self._left -= 1
-        if self._left == 0:
-            self._calls.clear()
         with self._troubles(f"save step {finding.step}"):
             target = self._write(finding, self._choose(place, calls))
             _logger.warning("nanscan: saved step %d to %s", finding.step, target)
@@ -447,7 +445,7 @@ class Saver:
                 "text": str(finding),
                 "args": () if call is None else _content(call.args, notes),
                 "kwargs": {} if call is None else _content(call.kwargs, notes),
-                "rng": {} if call is None else call.rng,
+                "rng": {} if call is None else _listed(call.rng),
                 "autocast": {} if call is None else call.autocast,
                 "training": {}
                 if module is None
@@ -572,13 +570,13 @@ def _state(module: nn.Module, notes: dict[str, str]) -> dict[str, Any] | None:
 
 
 def _rng_states() -> dict[str, Any]:
-    """As torch.load takes them. Synchronization: none, the states of CUDA are on the host."""
+    """Synchronization: none, the states of CUDA are on the host."""
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - what users' code draws from
     return {
         "torch": torch.get_rng_state(),
         "cuda": _cuda_rng_states(),
         "python": random.getstate(),
-        "numpy": _listed(numpy),
+        "numpy": numpy,
     }
 
 
@@ -590,7 +588,7 @@ def _cuda_rng_states() -> dict[int, torch.Tensor]:
 
 
 def _listed(x: Any) -> Any:
-    """A state of NumPy's with arrays as lists."""
+    """With arrays as lists, which torch.load takes."""
     if isinstance(x, dict):
         return {key: _listed(value) for key, value in x.items()}
     return x.tolist() if isinstance(x, (np.ndarray, np.generic)) else x

@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
@@ -287,9 +286,9 @@ class Hooks:
         """Whether a backward runs in this thread: a call now repeats one, for a checkpoint."""
         return torch._C._current_autograd_node() is not None  # noqa: SLF001 - no public spelling
 
-    def gradient(self, place: ModulePlace, output: torch.Tensor) -> None:
-        """A module's only output that requires grad, at each call."""
-        self._watch_gradient(output, place.outputs)
+    def gradient(self, place: ModulePlace, output: Any) -> None:
+        """A module's only output that requires grad, at each call; any, where none is scanned."""
+        self._watch_gradients(output, place.outputs)
 
     def forward_ended(self, place: ModulePlace) -> None:
         """An outermost module returned."""
@@ -360,10 +359,19 @@ class Hooks:
         """  # noqa: D205
         if "grad_output" not in self._kinds or x.is_leaf:  # a leaf would keep the hook
             return
+        node = node.first_time()
         if node.hook is None:
             node.gradient = Node(node.place, "grad_output", node.path)
             node.hook = self._gradient_hook(node.gradient)
         x.register_hook(node.hook)  # type: ignore[no-untyped-call]
+
+    def _watch_gradients(self, x: Any, node: Node, around: tuple[int, ...] = ()) -> None:
+        if isinstance(x, torch.Tensor):
+            if x.requires_grad:
+                self._watch_gradient(x, node)
+        elif len(around) < _MAX_DEPTH and not isinstance(x, _NOTHING) and id(x) not in around:
+            for value, child in _children(x, node):
+                self._watch_gradients(value, child, (*around, id(x)))
 
     def _gradient_hook(self, node: Node) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
@@ -425,7 +433,9 @@ class Hooks:
     # -- what torch has no hook for -------------------------------------------------------------
 
     def backward_begins(self, tensors: Any) -> None:
-        """Scans the loss, unless it can only be another model's."""
+        """Scans the loss, unless it can only be another model's, or a checkpoint's."""
+        if self.is_recomputing():
+            return
         if self._ran or not self._registry.only:
             self.watch(tensors, "loss", "loss")
 
@@ -540,10 +550,12 @@ class Hooks:
     def _scan_buffers(self) -> None:
         """Scans the buffers that changed, such as running statistics, not masks and tables."""
         changed = []
-        for module, buffer, place in self._registry.buffers():
+        for buffer, place in self._registry.buffers():
+            if not (buffer.is_floating_point() or buffer.is_complex()):
+                continue
             state = id(buffer), buffer._version  # noqa: SLF001 - no public spelling
             # torch's batch_norm changes running statistics, and leaves their version as it was.
-            if self._buffers.get(place) != state or isinstance(module, _NormBase):
+            if self._buffers.get(place) != state or place.is_statistic:
                 self._buffers[place] = state
                 changed.append((buffer, place.node))
         self._scan_all(changed)

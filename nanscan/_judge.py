@@ -12,7 +12,7 @@ import torch
 
 from nanscan._row import absmax
 from nanscan._scan import ScanResult
-from nanscan._sites import ModulePlace, Node, ParameterPlace, Site
+from nanscan._sites import ModulePlace, Node, ParameterPlace, SinglePlace, Site
 from nanscan._table import Snapshot, Table
 
 Verdict = Literal[
@@ -29,7 +29,7 @@ Seen = tuple[Site, ScanResult]
 
 _BEFORE = 5  # sites shown before a finding
 _BACKWARD = ("grad", "grad_output", "loss")  # kinds that a loss scale multiplies
-_BULK = ("grad", "param", "buffer", "state")  # kinds that are scanned many at once
+
 _HOW: dict[Verdict, str] = {
     "origin": "made here",
     "propagated": "handed on",
@@ -307,11 +307,7 @@ class _Step:
             and not self._judge._is_ignored(row, self._snapshot)  # noqa: SLF001
         ]
         tickets = {row: float(self._rows[row]["ticket"]) for row in rows}
-        for kind in _BULK:
-            # One launch scans them all, and the smallest tensor is the first done: take our order.
-            of_kind = [row for row in rows if self._table.nodes[row].kind == kind]
-            in_order = sorted(of_kind, key=self._order.__getitem__)
-            tickets |= zip(in_order, sorted(tickets[row] for row in of_kind), strict=True)
+
         for row in rows:
             node = self._node(row)
             if node.late:  # it went in before anything inside the module ran
@@ -323,8 +319,10 @@ class _Step:
 
     def _is_mask(self, row: int) -> bool:
         """-Inf alone in an input or buffer is a mask, unless the rest shows an overflow."""
-        record, kind = self._rows[row], self._table.nodes[row].kind
-        if kind not in ("input", "buffer") or record["nan"] or record["posinf"]:
+        record, node = self._rows[row], self._table.nodes[row]
+        if node.kind not in ("input", "buffer") or record["nan"] or record["posinf"]:
+            return False
+        if isinstance(node.place, SinglePlace) and node.place.is_statistic:
             return False
         return not self._judge._is_near(row, self._snapshot)  # noqa: SLF001
 
@@ -448,8 +446,9 @@ class _Step:
         return [int(r) for r in earlier[np.argsort(order[earlier])][-_BEFORE:]]
 
     def _between(self, row: int) -> tuple[Site, Site] | None:
+        """None, too, for a later call of a place: the order known is that of first calls."""
         before = self._rows_before(row)
-        if not before:
+        if not before or self._rows[row]["first_bad_call"] > 1:
             return None
         return self._table.nodes[before[-1]].site, self._table.nodes[row].site
 

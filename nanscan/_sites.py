@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 Kind = Literal[
     "input", "output", "grad_output", "grad", "param", "buffer", "state", "loss", "probe"
@@ -24,6 +25,7 @@ OnAdd = Callable[[int, "ModulePlace", bool, bool, bool], None]
 
 _MAX_CHILDREN = 256  # of one container; later ones share a node, so that memory stays bounded
 _MAX_SOURCES = 64
+_RECOMPUTED = " (recomputed)"
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class ModulePlace(Place):
         self.inputs = Node(self, "input")
         self.keywords = Node(self, "input", late=late_keywords)
         self.outputs = Node(self, "output")
-        self.recomputed = Node(self, "output", " (recomputed)")
+        self.recomputed = Node(self, "output", _RECOMPUTED)
         self.parameters: dict[str, ParameterPlace] = {}
         self.buffers: dict[str, SinglePlace] = {}
 
@@ -128,13 +130,19 @@ class ModulePlace(Place):
 
 
 class SinglePlace(Place):
-    """What has one site: a buffer, the loss, a probe."""
+    """What has one site: a buffer, the loss, a probe.
 
-    __slots__ = ("node",)
+    Attributes:
+        is_statistic: a running statistic of a normalisation layer: never a mask, and changed by
+            torch without a change of its version.
+    """
+
+    __slots__ = ("is_statistic", "node")
 
     def __init__(self, name: str, parent: ModulePlace | None, kind: Kind) -> None:
         super().__init__(name, parent)
         self.node = Node(self, kind)
+        self.is_statistic = False
 
     def nodes(self) -> Iterator[Node]:
         """All that was seen there."""
@@ -236,6 +244,14 @@ class Node:
     def _below(self, label: str) -> Node:
         return Node(self.place, self.kind, self.path + label, late=self.late)
 
+    def first_time(self) -> Node:
+        """Of an output that a checkpoint recomputed: the same position in the first forward."""
+        place = self.place
+        if not isinstance(place, ModulePlace) or not self.path.startswith(_RECOMPUTED):
+            return self
+        path = self.path.removeprefix(_RECOMPUTED)
+        return next((node for node in place.outputs.walk() if node.path == path), self)
+
     def add_source(self, row: int) -> None:
         if len(self.sources) < _MAX_SOURCES:
             self.sources.add(row)
@@ -306,13 +322,13 @@ class Registry:
         """The loss, or a probe of that name."""
         return self._single.setdefault((name, kind), SinglePlace(name, None, kind))
 
-    def buffers(self) -> Iterator[tuple[nn.Module, torch.Tensor, SinglePlace]]:
-        """Every buffer that a known module has now, and the module."""
+    def buffers(self) -> Iterator[tuple[torch.Tensor, SinglePlace]]:
+        """Every buffer that a known module has now."""
         for reference, key, place in self._buffers:
             module = reference()
             buffer = getattr(module, key, None)
-            if place.watched and module is not None and isinstance(buffer, torch.Tensor):
-                yield module, buffer, place
+            if place.watched and isinstance(buffer, torch.Tensor):
+                yield buffer, place
 
     def parameter(self, parameter: torch.Tensor, loose_name: str) -> ParameterPlace | None:
         """A parameter's place; None where its model is not watched.
@@ -428,6 +444,7 @@ class Registry:
                 full = f"{name}.{key}".removeprefix(".")
                 owner.buffers[key] = SinglePlace(full, owner, "buffer")
                 owner.buffers[key].watched = owner.watched and self._wants(full, None)
+                owner.buffers[key].is_statistic = isinstance(module, _NormBase)
                 self._buffers.append((reference, key, owner.buffers[key]))
 
     def _forget(self, key: int) -> None:

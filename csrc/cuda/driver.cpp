@@ -14,24 +14,26 @@ Driver load() {
   const char* other = std::getenv("NANSCAN_CUDA_DRIVER");
   const char* name = other && *other ? other : "libcuda.so.1";
   void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-  if (!library) throw Error(std::string("no CUDA driver: ") + dlerror());
+  if (!library) throw Error(std::string("nanscan: no CUDA driver: ") + dlerror());
   Driver found{};
 #define NANSCAN_LOOK_UP(member, name, arguments)                               \
   found.member = reinterpret_cast<Result(*) arguments>(dlsym(library, #name)); \
-  if (!found.member) throw Error("the CUDA driver is too old: it has no " #name);
+  if (!found.member) throw Error("nanscan: the CUDA driver is too old: it has no " #name);
   NANSCAN_DRIVER(NANSCAN_LOOK_UP)
 #undef NANSCAN_LOOK_UP
+  const auto expect = [&](Result result, const char* doing) {
+    const char* reason = nullptr;
+    if (result != kSuccess) found.error_name(result, &reason);
+    if (result != kSuccess)
+      throw Error(std::string("nanscan: ") + doing + " failed: " + (reason ? reason : "?"));
+  };
   int version = 0;
-  if (found.driver_version(&version) != kSuccess || version < kLeastVersion)
-    throw Error("the CUDA driver is too old: it is made for CUDA " +
+  expect(found.driver_version(&version), "asking for the CUDA driver's version");
+  if (version < kLeastVersion)
+    throw Error("nanscan: the CUDA driver is too old: it is made for CUDA " +
                 std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10) +
                 ", nanscan needs 12.0 or later");
-  const Result result = found.init(0);
-  if (result != kSuccess) {
-    const char* reason = nullptr;
-    found.error_name(result, &reason);
-    throw Error(std::string("starting the CUDA driver failed: ") + (reason ? reason : "?"));
-  }
+  expect(found.init(0), "starting the CUDA driver");
   return found;
 }
 

@@ -107,13 +107,17 @@ class CurrentContext {
 // Lets this thread allocate, and wait on its own stream, while some stream is being captured.
 class AllowDuringCapture {
  public:
-  AllowDuringCapture() : mode_(kCaptureRelaxed) { driver().exchange_capture_mode(&mode_); }
-  ~AllowDuringCapture() { driver().exchange_capture_mode(&mode_); }
+  AllowDuringCapture()
+      : mode_(kCaptureRelaxed), changed_(driver().exchange_capture_mode(&mode_) == kSuccess) {}
+  ~AllowDuringCapture() {
+    if (changed_) driver().exchange_capture_mode(&mode_);
+  }
   AllowDuringCapture(const AllowDuringCapture&) = delete;
   AllowDuringCapture& operator=(const AllowDuringCapture&) = delete;
 
  private:
   int mode_;
+  const bool changed_;
 };
 
 }  // namespace nanscan::cuda

@@ -143,12 +143,23 @@ Rows::Use& Rows::use_of(Handle stream) {
   const auto found = std::find_if(uses_.begin(), uses_.end(),
                                   [&](const Use& use) { return use.stream == stream; });
   if (found == uses_.end()) {
-    note_capture(stream);
+    if (!note_capture(stream)) order_after_copy(stream);
     uses_.push_back({stream, 0});
   } else {
     std::swap(*found, uses_.back());
   }
   return uses_.back();
+}
+
+// A stream that had no part in the last copy must not run ahead of it.
+void Rows::order_after_copy(Handle stream) {
+  if (!copied_ || copied_on_ == stream) return;
+  CurrentContext current(device_.context());
+  if (is_capturing(copied_on_)) return;
+  const std::string doing = "ordering streams of " + device_.name();
+  if (!order_) check(driver().event_create(&order_, kEventNoTiming), doing);
+  if (driver().event_record(order_, copied_on_) == kSuccess)
+    check(driver().stream_wait_event(stream, order_, 0), doing);
 }
 
 bool Rows::note_capture(Handle stream) {
@@ -172,25 +183,32 @@ std::vector<Handle> Rows::join_others(Handle stream, const std::string& doing) {
   return others;
 }
 
-std::unique_ptr<Copy> Rows::copy(int count, bool reset, Handle stream) {
-  const std::string doing = "taking a snapshot of " + device_.name();
+std::unique_ptr<Copy> Rows::reserve(int count) {
   CurrentContext current(device_.context());
   row(std::max(count - 1, 0));
-  std::unique_ptr<Copy> copy(new Copy(pool_, pool_->take(static_cast<size_t>(count)), count));
-  Copy::Buffer& buffer = *copy->buffer_;
+  return std::unique_ptr<Copy>(new Copy(pool_, pool_->take(static_cast<size_t>(count)), count));
+}
+
+void Rows::send(Copy& copy, bool reset, Handle stream) {
+  const std::string doing = "taking a snapshot of " + device_.name();
+  CurrentContext current(device_.context());
+  Copy::Buffer& buffer = *copy.buffer_;
   const std::vector<Handle> others = join_others(stream, doing);
   buffer.arrived = false;
-  for (int begin = 0; begin < count; begin += kMany) {
-    const size_t bytes = static_cast<size_t>(std::min(count - begin, kMany)) * sizeof(Row);
+  for (int begin = 0; begin < copy.count_; begin += kMany) {
+    const size_t bytes = static_cast<size_t>(std::min(copy.count_ - begin, kMany)) * sizeof(Row);
     check(driver().copy_to_host(buffer.rows + begin, address(begin), bytes, stream), doing);
     if (reset) check(driver().set_bytes(address(begin), 0, bytes, stream), doing);
   }
   check(driver().event_record(buffer.event, stream), doing);
   for (const Handle other : others) driver().stream_wait_event(other, buffer.event, 0);
   uses_.erase(
-      std::remove_if(uses_.begin(), uses_.end(), [](const Use& use) { return use.under_way == 0; }),
+      std::remove_if(uses_.begin(), uses_.end(),
+                     [&](const Use& use) { return use.under_way == 0 && use.stream != stream; }),
       uses_.end());
-  return copy;
+  copied_ = true;
+  copied_on_ = stream;
+  use_of(stream);
 }
 
 }  // namespace nanscan::cuda

@@ -67,9 +67,12 @@ class Rows {
   bool note_capture(Handle stream);
   bool captured() const { return captured_; }
 
-  // Sends rows [0, count) to the host and, with `reset`, begins them anew. Not while the stream is
-  // being captured.
-  std::unique_ptr<Copy> copy(int count, bool reset, Handle stream);
+  // Allocates what a copy of rows [0, count) needs.
+  std::unique_ptr<Copy> reserve(int count);
+
+  // Sends them to the host and, with `reset`, begins them anew. Not while the stream is being
+  // captured.
+  void send(Copy& copy, bool reset, Handle stream);
 
  private:
   static constexpr int kMany = 16384;  // 2 MiB a chunk
@@ -89,8 +92,12 @@ class Rows {
   std::vector<DevicePointer> chunks_;  // each begins with a row that is none: the first one's holds
                                        // the last ticket
   std::shared_ptr<Copy::Pool> pool_;
-  std::vector<Use> uses_;   // since the last copy; the latest is the last
-  Handle order_ = nullptr;  // event; made when a second stream is used
+  void order_after_copy(Handle stream);
+
+  std::vector<Use> uses_;  // since the last copy, and that one's stream; the latest is the last
+  Handle copied_on_ = nullptr;  // the stream of the last copy
+  bool copied_ = false;         // there was one
+  Handle order_ = nullptr;      // event; made when a second stream is used
   bool captured_ = false;
 };
 
