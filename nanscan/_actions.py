@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, Optimizer
 
-from nanscan._sites import Kind, Place, Registry, Site
+from nanscan._sites import Kind, ModulePlace, Place, Registry, Site
 from nanscan._tensors import plain_parts
 
 if TYPE_CHECKING:
@@ -419,12 +419,18 @@ class Saver:
             _logger.warning("nanscan: saved step %d to %s", finding.step, target)
 
     def _choose(self, place: Place | None, calls: tuple[Call, ...]) -> Call | None:
-        """The last call of the outermost module in which something was found; else of any."""
+        """The last call of the outermost module in which something was found.
+
+        Of any, where that belongs to no module, such as the loss. None where that call is not
+        known, as when another thread ended the step in its midst.
+        """
         for call in reversed(calls):
             root = self._registry.places.get(id(call.module()))
             if place is not None and root is not None and place.is_inside(root):
                 return call
-        return calls[-1] if calls else None
+        while place is not None and place.parent is not None:
+            place = place.parent
+        return None if isinstance(place, ModulePlace) or not calls else calls[-1]
 
     def _write(self, finding: Finding, call: Call | None) -> Path:
         name = f"step-{finding.step}-rank-{finding.rank}"
@@ -432,7 +438,9 @@ class Saver:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         try:
-            notes = {"": "no call of an outermost module was seen"} if call is None else call.notes
+            notes = (
+                {"": "the call in which it was found is not known"} if call is None else call.notes
+            )
             module = call.module() if call is not None else None
             state = None if module is None else _state(module, notes)
             if state is not None and call is not None and call.steps != self.steps:
@@ -647,7 +655,7 @@ class Saved:
         Those of CUDA devices that are not there are left out.
 
         Raises:
-            ValueError: no call was seen in that step, so there are none.
+            ValueError: the call is not known, so there are none.
         """
         if not self.rng:
             raise ValueError("nanscan: no states of random number generators were saved")

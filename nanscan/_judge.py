@@ -377,7 +377,7 @@ class _Step:
             else:
                 judged.finding.between = between
                 judged.finding.how = "made by code of no module"
-                if between is not None and place.parent is not None:
+                if place.parent is not None:
                     judged.finding.how += f", in the forward of {place.parent.name}"
         elif self._was_handed_bad_values(row, node):
             judged.finding.verdict = "propagated"

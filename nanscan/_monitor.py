@@ -511,7 +511,7 @@ def enable(  # noqa: PLR0913 - options by name
     action: Action = "warn",
     history: int = 16,
     near_limit: float = 0.5,
-    max_skips: int = 8,
+    max_skips: int = 20,
     ignore: Ignore = (),
     include: Filter | None = None,
     exclude: Filter = (),
@@ -537,7 +537,8 @@ def enable(  # noqa: PLR0913 - options by name
             callable.
         history: steps kept of each site.
         near_limit: share of a dtype's largest value from which a finite value is reported.
-        max_skips: optimizer steps in a row that a GradScaler may skip: that many are a fault.
+        max_skips: optimizer steps in a row that a GradScaler may skip: that many are a fault. From
+            its first scale of 65536 down to 1 it takes 16.
         ignore: what never to report: patterns of qualified names ("*.attn.softmax", "encoder.*"),
             dtypes, kinds as "kind:grad", or a function of (Site, dtype) that returns True.
         include: watch only modules of these types or names, and what lies inside the named ones:

@@ -439,12 +439,15 @@ class Registry:
                 self._parameters[id(parameter)] = reference, key, place
             elif known is not place and full not in known.aliases:
                 known.aliases.append(full)
-        for key, _ in module.named_buffers(recurse=False):
+        scripted = isinstance(module, torch.jit.ScriptModule)  # which has no such dict
+        for key in dict(module.named_buffers(recurse=False)) if scripted else module._buffers:  # noqa: SLF001
             if key not in owner.buffers:
                 full = f"{name}.{key}".removeprefix(".")
                 owner.buffers[key] = SinglePlace(full, owner, "buffer")
                 owner.buffers[key].watched = owner.watched and self._wants(full, None)
-                owner.buffers[key].is_statistic = isinstance(module, _NormBase)
+                owner.buffers[key].is_statistic = key.startswith("running_") and isinstance(
+                    module, _NormBase
+                )
                 self._buffers.append((reference, key, owner.buffers[key]))
 
     def _forget(self, key: int) -> None:
