@@ -170,8 +170,9 @@ class Judge:
         if not (snapshot.notable or self._reported or self._near):
             return []
         step = _Step(self, snapshot)
-        news = [step.describe(row, "near-limit") for row in self._newly_near(snapshot)]
         bad = step.bad_rows()
+        near = self._newly_near(snapshot, set(bad))
+        news = [step.describe(row, "near-limit") for row in near]
         if snapshot.skips and step.is_of_backward(bad):
             return news + self._skipped(step, snapshot, bad)
         faults = []
@@ -229,11 +230,13 @@ class Judge:
 
     # -- near the limit --------------------------------------------------------------------------
 
-    def _newly_near(self, snapshot: Snapshot) -> list[int]:
+    def _newly_near(self, snapshot: Snapshot, bad: set[int]) -> list[int]:
         near = {
             row
             for row in snapshot.notable
-            if self._is_near(row, snapshot) and not self._is_ignored(row, snapshot)
+            if row not in bad
+            and self._is_near(row, snapshot)
+            and not self._is_ignored(row, snapshot)
         }
         new = sorted(near - self._near)
         unseen = {row for row in self._near if not snapshot.rows[row]["calls"]}
@@ -434,7 +437,17 @@ class _Step:
             return bool((sources | inside) & self._earlier - {row})
         if node.kind == "param" and isinstance(place, ParameterPlace):
             return bool(place.grad.sources & self._earlier)
+        if node.kind == "grad" and place.parent is not None:
+            gradients = self._gradients_of(place.parent)
+            if gradients:  # what its backward was given is known
+                return bool((gradients | place.parent.input_sources()) & self._earlier)
         return bool(self._earlier - {row})
+
+    def _gradients_of(self, place: ModulePlace) -> set[int]:
+        """Rows of this step with the gradients that reached a module's outputs."""
+        nodes = [node.gradient for node in place.outputs.walk() if node.gradient is not None]
+        rows = {row for node in nodes for row in (node.row, *node.sources)}
+        return {row for row in rows if 0 <= row < len(self._rows) and self._rows[row]["calls"]}
 
     def scanned(self) -> Iterator[int]:
         return (int(row) for row in np.flatnonzero(self._order > 0))
