@@ -444,10 +444,18 @@ class _Step:
         return bool(self._earlier - {row})
 
     def _gradients_of(self, place: ModulePlace) -> set[int]:
-        """Rows of this step with the gradients that reached a module's outputs."""
+        """Rows of this step with the gradients that reached a module's outputs.
+
+        None for a module that a checkpoint ran again: what went into it then is not known.
+        """
+        if any(self._was_scanned(node.row) for node in place.recomputed.walk()):
+            return set()
         nodes = [node.gradient for node in place.outputs.walk() if node.gradient is not None]
         rows = {row for node in nodes for row in (node.row, *node.sources)}
-        return {row for row in rows if 0 <= row < len(self._rows) and self._rows[row]["calls"]}
+        return {row for row in rows if self._was_scanned(row)}
+
+    def _was_scanned(self, row: int) -> bool:
+        return 0 <= row < len(self._rows) and bool(self._rows[row]["calls"])
 
     def scanned(self) -> Iterator[int]:
         return (int(row) for row in np.flatnonzero(self._order > 0))
@@ -487,10 +495,8 @@ class _Step:
         return [
             (
                 self._table.nodes[row].site,
-                self._stats(row)
-                if row < len(self._rows) and self._rows[row]["calls"]
-                else known[row],
+                self._stats(row) if self._was_scanned(row) else known[row],
             )
             for row in rows
-            if row in known or (row < len(self._rows) and self._rows[row]["calls"])
+            if row in known or self._was_scanned(row)
         ]
