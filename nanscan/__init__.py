@@ -1,9 +1,9 @@
 """Finds the layer, the tensor and the step in which a PyTorch model first went NaN or Inf."""
 
-from nanscan._actions import Saved, load_saved
 from nanscan._errors import NonFiniteError, NonFiniteWarning
 from nanscan._judge import Cause, Finding
 from nanscan._monitor import Monitor, disable, enable, probe, watch
+from nanscan._save import Saved, load_saved
 from nanscan._scan import ScanResult, assert_finite, check, check_many
 from nanscan._sites import Site
 

@@ -35,10 +35,10 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from nanscan import _C, _patches, _reference
-from nanscan._actions import Gradients, Skipper, is_stand_in
 from nanscan._scan import check, prepare, scan_anywhere
 from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
+from nanscan._skip import Gradients, Skipper, is_stand_in
 from nanscan._table import OptimizerFacts, Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason
 

@@ -24,12 +24,12 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from nanscan._actions import Call, Saver, Skipper
 from nanscan._diagnose import causes
 from nanscan._errors import NonFiniteError, NonFiniteWarning
 from nanscan._filters import Filter, Ignore, ignores, wants
 from nanscan._hooks import Hooks
 from nanscan._judge import FAULTS, Finding, Judge, Judged
+from nanscan._save import Call, Saver
 from nanscan._schedule import Schedule
 from nanscan._sites import (
     DEFAULT_KINDS,
@@ -42,6 +42,7 @@ from nanscan._sites import (
     Site,
     Wants,
 )
+from nanscan._skip import Skipper
 from nanscan._table import OptimizerFacts, Scans, Snapshot, Sweep, Table
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nanscan
-from nanscan import NonFiniteError, Site, _actions
+from nanscan import NonFiniteError, Site, _save, _skip
 from nanscan._table import Snapshot, Table
 
 # -- steps that are not taken ----------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_what_a_scaler_saw_bad_in_the_same_step_counts_as_well():
 
 def test_clean_steps_are_not_scanned_twice(monkeypatch):
     """With a mask that goes in at each step, which takes a ticket as well."""
-    monkeypatch.setattr(_actions, "_any_nonfinite", lambda tensors: pytest.fail("a second scan"))
+    monkeypatch.setattr(_skip, "_any_nonfinite", lambda tensors: pytest.fail("a second scan"))
     model = Do(lambda x, mask: x.sum() + mask.exp().sum())
     model.fc = nn.Linear(4, 4)
     model.function = lambda x, mask: (model.fc(x) + mask).softmax(-1)[:, :2].sum()
@@ -560,7 +560,7 @@ def test_no_gradients_no_skip_step():
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """Lets CPU tensors be taken for such that the host knows nothing of without waiting."""
-    monkeypatch.setattr(_actions, "_is_on_host", lambda x: False)
+    monkeypatch.setattr(_skip, "_is_on_host", lambda x: False)
     monkeypatch.setattr(Table, "on_device", True)
 
 
@@ -943,7 +943,7 @@ def test_views_bring_no_storage_along_and_parameters_keep_their_ties(tmp_path):
 
 
 def test_a_large_state_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(_actions, "_MAX_STATE_BYTES", 100)
+    monkeypatch.setattr(_save, "_MAX_STATE_BYTES", 100)
     saved = save_one(tmp_path, Net(), set_nan(batch()))
     assert saved.state_dict is None
     assert saved.notes == {"state_dict": "of 160 bytes: left out"}
