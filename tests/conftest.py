@@ -1,24 +1,74 @@
 """Fixtures that several test files share."""
 
+import os
+
+import fake_cuda
 import pytest
 import torch
 
-from nanscan import _C
+from nanscan import _C, _cuda
+from nanscan._scan import prepare
+
+# Set before nanscan looks for a driver, which is once a process.
+if fake_cuda.wanted():
+    os.environ.setdefault("NANSCAN_CUDA_DRIVER", str(fake_cuda.library()))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "host_only(reason): not with tensors on CUDA devices")
+
+
+def pytest_collection_modifyitems(config, items):
+    """On the recording driver: not what is host_only; of files that choose a device, what does."""
+    if not fake_cuda.wanted():
+        return
+
+    def chooses(item):
+        return "device" in item.fixturenames
+
+    choosy = {item.path for item in items if chooses(item)}
+    left_out = {
+        item
+        for item in items
+        if item.get_closest_marker("host_only") or (item.path in choosy and not chooses(item))
+    }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def recording_driver():
+    """In a process on the recording driver each test sees every CPU tensor on a CUDA device."""
+    if not fake_cuda.wanted():
+        yield None
+        return
+    cuda = fake_cuda.load()
+    cuda.use_device(0)
+    cuda.reset()
+    before = cuda.held()
+    with cuda.tensors_on_device():
+        yield cuda
+    cuda.reset()
+    cuda.progress()
+    after = cuda.held()
+    assert cuda.violations() == []
+    assert (after.context_depth, after.capture_mode) == (before.context_depth, 0)
 
 
 def _why_no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if _C.scan_once(torch.zeros(1, device="cuda"), False) == _C.OTHER_DEVICE:
-        return "this version of nanscan has no CUDA kernels"
+    if not prepare(torch.zeros(1, device="cuda")):
+        return f"there are no kernels for it: {_cuda.why_not(0)}"
     return None
 
 
-@pytest.fixture(scope="session", params=["cpu", "cuda"])
+@pytest.fixture(scope="session", params=["simt"] if fake_cuda.wanted() else ["cpu", "cuda"])
 def device(request):
+    """A device of torch. "simt": its CPU, whose tensors are CUDA tensors to nanscan."""
     if request.param == "cuda" and (reason := _why_no_cuda()):
         pytest.skip(reason)
-    return request.param
+    return "cpu" if request.param == "simt" else request.param
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@
 #define __grid_constant__
 
 // Storage of the block, by a name that lives as long. Filled with 0xA5 before the block begins.
-#define NANSCAN_SHARED(type, name)                        \
-  static const char simt_key_of_##name = 0;               \
+#define NANSCAN_SHARED(type, name)          \
+  static const char simt_key_of_##name = 0; \
   auto& name = ::simt::shared_variable<type>(&simt_key_of_##name)
 
 struct dim3 {
@@ -66,8 +66,15 @@ void configure(const Config& config);
 // launches are serialised.
 void launch(dim3 grid, dim3 block, const std::function<void()>& kernel);
 
+// With which sanitizer the program runs.
+bool under_asan();
+bool under_tsan();
+
 // Called by each __threadfence_system(), before it returns. For tests of what the host may see.
 void on_system_fence(std::function<void()> callback);
+
+// Called before a fault that was found here ends the process.
+void on_death(std::function<void()> callback);
 
 // ---- what the kernel-side functions below are made of ------------------------------------------
 
@@ -75,15 +82,12 @@ struct Thread {
   dim3 thread_index, block_index, block_size, grid_size;
   unsigned lane;
 };
-extern thread_local const Thread* current __attribute__((tls_model("initial-exec")));
+extern __thread const Thread* current __attribute__((tls_model("initial-exec")));
 
 struct Place {  // in the source
   const char* function;
   const char* file;
   int line;
-  static constexpr Place of(const char* function, const char* file, int line) {
-    return {function, file, line};
-  }
 };
 
 enum class WarpOp : uint8_t { kSync, kShuffle, kBallot, kReduceMin, kReduceMax, kReduceAdd };
@@ -93,7 +97,8 @@ int barrier(bool predicate, const Place& place);  // how many came with a true p
 uint64_t exchange(WarpOp op, uint32_t mask, uint64_t value, unsigned source_lane,
                   const Place& place);
 void fence(bool system);
-void before_atomic(const void* address);
+void before_atomic(void* address);
+void after_atomic(void* address);
 
 using Perform = void (*)(void* address, uint64_t operand);
 void reduce(void* address, uint64_t operand, Perform perform);  // now or later
@@ -147,6 +152,14 @@ T read_modify_write(T* address, Change change) {
   return old;
 }
 
+template <typename T, typename Change>
+T atomic(T* address, Change change) {
+  before_atomic(address);
+  const T old = read_modify_write(address, change);
+  after_atomic(address);
+  return old;
+}
+
 struct Add {
   template <typename T>
   static T apply(T old, T operand) {
@@ -179,20 +192,16 @@ class Atomic {
   }
 
   operator T() {
-    if (!performed_) {
-      before_atomic(address_);
-      old_ = perform(address_, operand_);
-      performed_ = true;
-    }
+    if (!performed_)
+      old_ = atomic(address_, [this](T old) { return Change::apply(old, operand_); });
+    performed_ = true;
     return old_;
   }
 
  private:
-  static T perform(T* address, T operand) {
-    return read_modify_write(address, [operand](T old) { return Change::apply(old, operand); });
-  }
   static void perform_later(void* address, uint64_t operand) {
-    perform(static_cast<T*>(address), from_word<T>(operand));
+    read_modify_write(static_cast<T*>(address),
+                      [=](T old) { return Change::apply(old, from_word<T>(operand)); });
   }
 
   T* address_;
@@ -216,7 +225,7 @@ constexpr int warpSize = 32;
 
 // Default arguments, so that the place is the caller's.
 #define SIMT_FILE const char *file = __builtin_FILE(), int line = __builtin_LINE()
-#define SIMT_PLACE simt::Place::of(__func__, file, line)
+#define SIMT_PLACE (simt::Place{__func__, file, line})
 
 inline void __syncthreads(SIMT_FILE) { simt::barrier(false, SIMT_PLACE); }
 inline int __syncthreads_or(int predicate, SIMT_FILE) {
@@ -288,20 +297,20 @@ simt::Atomic<T, simt::Min> atomicMin(T* address, simt::Operand<T> value) {
 }
 template <typename T>
 T atomicExch(T* address, simt::Operand<T> value) {
-  simt::before_atomic(address);
-  return simt::read_modify_write(address, [value](T) { return value; });
+  return simt::atomic(address, [value](T) { return value; });
 }
 template <typename T>
 T atomicCAS(T* address, simt::Operand<T> expected, simt::Operand<T> value) {
-  simt::before_atomic(address);
-  return simt::read_modify_write(address, [=](T old) { return old == expected ? value : old; });
+  return simt::atomic(address, [=](T old) { return old == expected ? value : old; });
 }
 
 template <typename T>
 T __ldg(const T* address) {
   return *address;
 }
-inline unsigned __float_as_uint(float value) { return simt::from_word<unsigned>(simt::to_word(value)); }
+inline unsigned __float_as_uint(float value) {
+  return simt::from_word<unsigned>(simt::to_word(value));
+}
 inline float __uint_as_float(unsigned bits) { return simt::from_word<float>(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(static_cast<unsigned>(bits)) : 32; }
