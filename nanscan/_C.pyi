@@ -69,6 +69,7 @@ class Table:
     @property
     def on_device(self) -> bool: ...  # some rows are on CUDA devices
     def abandon_devices(self) -> None: ...  # in a forked child
+    def note_captures(self) -> bool: ...  # False while this thread's stream is recorded
     @property
     def captured(self) -> bool: ...  # CUDA graphs may write into rows at any time
     # Fills both arrays, of len(self) rows; returns the rows non-finite or near their limit, and

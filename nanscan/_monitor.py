@@ -315,6 +315,8 @@ class Monitor:
         return () if self._saver is None else self._saver.calls
 
     def _forward_ended(self, place: ModulePlace) -> None:
+        if self._table.on_device:
+            self._table.core.note_captures()  # a graph that holds no more than this forward
         if self._manual or torch._C._current_autograd_node() is not None:  # noqa: SLF001
             return  # the latter: a checkpointed forward runs again inside backward
         if self._waits_for_optimizer is None and torch.is_grad_enabled():

@@ -83,6 +83,7 @@ class Rows {
   };
 
   Use& use_of(Handle stream);
+  void order_after_copy(Handle stream);
   std::vector<Handle> join_others(Handle stream, const std::string& doing);
   DevicePointer address(int index) const {
     return chunks_[index / kMany] + static_cast<uint64_t>(index % kMany + 1) * sizeof(Row);
@@ -92,8 +93,6 @@ class Rows {
   std::vector<DevicePointer> chunks_;  // each begins with a row that is none: the first one's holds
                                        // the last ticket
   std::shared_ptr<Copy::Pool> pool_;
-  void order_after_copy(Handle stream);
-
   std::vector<Use> uses_;  // since the last copy, and that one's stream; the latest is the last
   Handle copied_on_ = nullptr;  // the stream of the last copy
   bool copied_ = false;         // there was one
