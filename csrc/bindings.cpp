@@ -310,6 +310,8 @@ void define_table(py::module_& m) {
                           int row) { return as_tuple(context_of(table, row).description.get()); })
       .def_property_readonly("captured", &Table::captured)
       .def("abandon_devices", &Table::abandon_devices)
+      .def("set_timed", &Table::set_timed)
+      .def("take_device_seconds", &Table::take_device_seconds)
       .def("note_captures", &Table::can_snapshot)
       .def_property_readonly("on_device", &Table::on_device)
       .def_property_readonly("scan_many",

@@ -402,6 +402,18 @@ void Table::abandon_devices() {
   device_rows_.clear();
 }
 
+void Table::set_timed(bool timed) {
+  for (const auto& rows : device_rows_)
+    if (rows) rows->set_timed(timed);
+}
+
+double Table::take_device_seconds() {
+  double seconds = 0;
+  for (const auto& rows : device_rows_)
+    if (rows) seconds += rows->take_seconds();
+  return seconds;
+}
+
 bool Table::captured() const {
   return std::any_of(device_rows_.begin(), device_rows_.end(),
                      [](const auto& rows) { return rows && rows->captured(); });

@@ -133,6 +133,10 @@ class Table {
   // Whether CUDA graphs may write into rows at any time.
   bool captured() const;
 
+  // What scans cost on devices, measured by events while `timed`; never blocks, so it comes late.
+  void set_timed(bool timed);
+  double take_device_seconds();
+
   // Not where `can_snapshot` says no. Copies rows [0, size) and their order to host memory; with
   // `reset` it then resets both and forgets what was seen. Sets `notable` to the rows that are
   // non-finite or near their limit: mostly none. Rows of devices follow with the Arrival; null

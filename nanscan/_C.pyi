@@ -69,6 +69,9 @@ class Table:
     @property
     def on_device(self) -> bool: ...  # some rows are on CUDA devices
     def abandon_devices(self) -> None: ...  # in a forked child
+    # Measures scans on devices by events; seconds of those that have ended. Never blocks.
+    def set_timed(self, timed: bool) -> None: ...
+    def take_device_seconds(self) -> float: ...
     def note_captures(self) -> bool: ...  # False while this thread's stream is recorded
     @property
     def captured(self) -> bool: ...  # CUDA graphs may write into rows at any time

@@ -45,6 +45,7 @@ from nanscan._tensors import Unscannable, plain_parts, reason
 _RAISED = object()
 _MAX_DEPTH = 16  # of nested containers
 _MAX_PLANS = 64
+_DEVICE_EVERY = 16  # steps between two whose scans are timed on the device
 _NEEDS_ROW = _C.NEEDS_ROW
 _NOT_FLOAT = _C.NOT_FLOAT
 _CALL = nn.Module._call_impl.__code__  # noqa: SLF001 - the frame of every module call
@@ -117,6 +118,8 @@ class Hooks:
         self.turn = FULL
         self._dispatch: float | None = None  # seconds a module call; None: nothing is measured
         self._cost = Cost()
+        self._steps_measured = 0
+        self._device_seconds = 0.0
 
     # -- what to scan, and what it costs ---------------------------------------------------------
 
@@ -136,7 +139,18 @@ class Hooks:
         nanoseconds, count = self._calls.take_cost()
         cost.dispatch = count * (self._dispatch or 0.0)
         cost.calls = nanoseconds * 1e-9 + cost.dispatch
+        if self._dispatch is not None:
+            self._measure_device(cost)
         return cost
+
+    def _measure_device(self, cost: Cost) -> None:
+        """Times the device's part in one full step of many; events tell of it steps later."""
+        core, measured = self._table.core, self._steps_measured % _DEVICE_EVERY
+        self._steps_measured += 1
+        core.set_timed(measured == 0)
+        self._device_seconds += core.take_device_seconds()
+        if measured == _DEVICE_EVERY - 1:
+            cost.device, self._device_seconds = self._device_seconds, 0.0
 
     # -- attaching -------------------------------------------------------------------------------
 

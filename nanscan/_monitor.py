@@ -549,7 +549,8 @@ def enable(  # noqa: PLR0913 - options by name
         exclude: the same of modules, and of parameters and buffers by name, not to watch.
         every: scan one step in so many.
         warmup: scan nothing in so many first steps.
-        max_overhead: share of a step's time, such as 0.02, that hooks may take on the host.
+        max_overhead: share of a step's time, such as 0.02, that hooks may take on the host, and
+            scans on the device.
             Parameters, buffers and moments are then scanned in some steps only, and if that is not
             enough, module outputs by turns; the loss, gradients, and outputs of the outermost
             modules and of those right inside them in every step. After a fault the next steps are

@@ -51,12 +51,14 @@ class Cost:
         dispatch: torch's part of that, which no thinning saves.
         slow: parameters, buffers and moments.
         rest: the loss, gradients, snapshots and judgement.
+        device: on devices, in the last step that was measured there.
     """
 
     calls: float = 0.0
     dispatch: float = 0.0
     slow: float = 0.0
     rest: float = 0.0
+    device: float = 0.0
 
     @property
     def total(self) -> float:
@@ -69,7 +71,8 @@ class Schedule:
     Args:
         every: scan one step in so many.
         warmup: scan nothing in so many first steps.
-        max_overhead: share of a step's time, without hooks, that these may take; None: no limit.
+        max_overhead: share of a step's time, without hooks, that these may take, on the host and on
+            the device each; None: no limit.
     """
 
     def __init__(self, every: int, warmup: int, max_overhead: float | None) -> None:
@@ -103,10 +106,14 @@ class Schedule:
         self._sample("total", cost.total)
         if turn.slow:
             self._sample("slow", cost.slow)
+        if cost.device:
+            self._sample("device", cost.device * turn.period)
         left = self.max_overhead * self._median("net") - self._median("fixed")
         slow, outputs = self._median("slow"), self._median("outputs")
         self.slow_period = _steps(slow, left - outputs)
-        self.period = _steps(outputs, left - slow / self.slow_period)
+        # A step takes as long as the slower of the two takes, host or device.
+        on_device = _steps(self._median("device"), self.max_overhead * self._median("net"))
+        self.period = max(_steps(outputs, left - slow / self.slow_period), on_device)
 
     def describe(self) -> dict[str, str]:
         """What is not scanned in every step, and in which it is."""
@@ -123,7 +130,10 @@ class Schedule:
 
     def overhead(self) -> float:
         """Share of a step's time that hooks took of late; NaN while nothing was measured."""
-        return self._median("total") / self._median("net") if self._samples else math.nan
+        if not self._samples:
+            return math.nan
+        device = self._median("device") / self.period
+        return max(self._median("total"), device) / self._median("net")
 
     def _sample(self, name: str, value: float) -> None:
         self._samples.setdefault(name, deque(maxlen=_SAMPLES)).append(value)

@@ -29,7 +29,7 @@ enum DeviceAttribute : int {
   kComputeMinor = 76,
 };
 constexpr unsigned kHostPortable = 1, kHostMapped = 2;
-constexpr unsigned kEventNoTiming = 2;
+constexpr unsigned kEventTiming = 0, kEventNoTiming = 2;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr int kCaptureNone = 0;
 constexpr int kCaptureRelaxed = 2;
@@ -68,6 +68,7 @@ constexpr int kCaptureRelaxed = 2;
   X(event_create, cuEventCreate, (Handle * event, unsigned flags))                               \
   X(event_destroy, cuEventDestroy_v2, (Handle event))                                            \
   X(event_record, cuEventRecord, (Handle event, Handle stream))                                  \
+  X(event_elapsed, cuEventElapsedTime, (float* milliseconds, Handle begin, Handle end))          \
   X(event_query, cuEventQuery, (Handle event))                                                   \
   X(event_wait, cuEventSynchronize, (Handle event))                                              \
   X(stream_create, cuStreamCreate, (Handle * stream, unsigned flags))                            \

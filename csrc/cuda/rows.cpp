@@ -117,6 +117,11 @@ Rows::~Rows() {
     const ReleaseGil release;
     for (const DevicePointer chunk : chunks_) driver().release(chunk);
     if (order_) driver().event_destroy(order_);
+    for (const auto* timings : {&running_, &idle_})
+      for (const Timing& timing : *timings) {
+        driver().event_destroy(timing.begin);
+        driver().event_destroy(timing.end);
+      }
   } catch (const Error&) {
   }
 }
@@ -160,6 +165,50 @@ void Rows::order_after_copy(Handle stream) {
   if (!order_) check(driver().event_create(&order_, kEventNoTiming), doing);
   if (driver().event_record(order_, copied_on_) == kSuccess)
     check(driver().stream_wait_event(stream, order_, 0), doing);
+}
+
+// A measurement that fails is none, and no reason to disturb a run.
+Rows::Timing Rows::begin_timing(Handle stream) {
+  CurrentContext current(device_.context());
+  if (is_capturing(stream)) return {};
+  Timing timing{};
+  if (!idle_.empty()) {
+    timing = idle_.back();
+    idle_.pop_back();
+  } else if (driver().event_create(&timing.begin, kEventTiming) != kSuccess ||
+             driver().event_create(&timing.end, kEventTiming) != kSuccess) {
+    return {};
+  }
+  driver().event_record(timing.begin, stream);
+  return timing;
+}
+
+void Rows::end_timing(Timing timing, Handle stream) {
+  Handle popped;  // no CurrentContext: this must not throw
+  if (driver().push_context(device_.context()) != kSuccess) return;
+  driver().event_record(timing.end, stream);
+  driver().pop_context(&popped);
+  running_.push_back(timing);
+}
+
+double Rows::take_seconds() {
+  double seconds = 0;
+  if (running_.empty()) return seconds;
+  CurrentContext current(device_.context());
+  AllowDuringCapture allow;
+  std::vector<Timing> later;
+  for (const Timing& timing : running_) {
+    float milliseconds = 0;
+    if (driver().event_query(timing.end) == kNotReady) {
+      later.push_back(timing);
+      continue;
+    }
+    if (driver().event_elapsed(&milliseconds, timing.begin, timing.end) == kSuccess)
+      seconds += 1e-3 * static_cast<double>(milliseconds);
+    idle_.push_back(timing);
+  }
+  running_ = std::move(later);
+  return seconds;
 }
 
 bool Rows::note_capture(Handle stream) {

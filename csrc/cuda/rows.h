@@ -47,21 +47,37 @@ class Rows {
   uint32_t* tickets() const { return reinterpret_cast<uint32_t*>(chunks_.front()); }
   Row* row(int index);  // allocates where it must
 
+  struct Timing {
+    Handle begin, end;  // events
+  };
+
   // Lasts while a launch into rows is made, which happens without the GIL: scans on several streams
   // are kept in order with copies, and another thread may take one meanwhile.
   class Launch {
    public:
     Launch(Rows& rows, Handle stream) : rows_(rows), stream_(stream) {
       ++rows_.use_of(stream_).under_way;
+      if (rows_.timed_) timing_ = rows_.begin_timing(stream_);
     }
-    ~Launch() { --rows_.use_of(stream_).under_way; }
+    ~Launch() {
+      --rows_.use_of(stream_).under_way;
+      if (timing_.begin) rows_.end_timing(timing_, stream_);
+    }
     Launch(const Launch&) = delete;
     Launch& operator=(const Launch&) = delete;
 
    private:
     Rows& rows_;
     const Handle stream_;
+    Timing timing_{};
   };
+
+  // While on, each launch goes between two events. Not for streams that a CUDA graph records.
+  void set_timed(bool timed) { timed_ = timed; }
+
+  // Seconds that the device took for timed launches which have ended since the last time it was
+  // asked. Never blocks: others are counted later.
+  double take_seconds();
 
   // Notes whether a CUDA graph records what goes to the stream: its replays will write into rows.
   bool note_capture(Handle stream);
@@ -76,6 +92,9 @@ class Rows {
 
  private:
   static constexpr int kMany = 16384;  // 2 MiB a chunk
+
+  Timing begin_timing(Handle stream);
+  void end_timing(Timing timing, Handle stream);
 
   struct Use {
     Handle stream;
@@ -98,6 +117,8 @@ class Rows {
   bool copied_ = false;         // there was one
   Handle order_ = nullptr;      // event; made when a second stream is used
   bool captured_ = false;
+  bool timed_ = false;
+  std::vector<Timing> running_, idle_;
 };
 
 }  // namespace nanscan::cuda

@@ -191,6 +191,7 @@ struct Context {  // a device's primary one
 struct Event {
   Context* context;
   std::shared_ptr<Moment> moment;  // null: never recorded
+  bool timed;
 };
 
 struct Module {
@@ -865,7 +866,8 @@ EXPORT Result cuMemsetD8Async(DevicePointer to, unsigned char value, size_t byte
 EXPORT Result cuEventCreate(Handle* event, unsigned flags) {
   return enter(__func__, kWork, [&](Recorded&) -> Result {
     if (flags & ~cuda::kEventNoTiming) return violation(kInvalidValue, "flags of an event");
-    *event = *state().events.insert(new Event{current(), nullptr}).first;
+    const bool timed = !(flags & cuda::kEventNoTiming);
+    *event = *state().events.insert(new Event{current(), nullptr, timed}).first;
     return kSuccess;
   });
 }
@@ -893,6 +895,21 @@ EXPORT Result cuEventRecord(Handle event_handle, Handle stream_handle) {
     moment->stream = stream;
     moment->capture = stream->capture;
     if (!moment->capture) send(*stream, {[=] { moment->done = true; }, nullptr});
+    return kSuccess;
+  });
+}
+
+// Each stretch between two events takes a millisecond.
+EXPORT Result cuEventElapsedTime(float* milliseconds, Handle begin, Handle end) {
+  return enter(__func__, kInit | kHealth | kNoCapture, [&](Recorded& recorded) -> Result {
+    for (const Handle handle : {begin, end}) {
+      Event* event;
+      if (const Result result = find_event(handle, recorded, event)) return result;
+      if (const Result result = check_not_captured(*event, recorded.call.function)) return result;
+      if (!event->timed || !event->moment) return violation(kInvalidHandle, "an event has no time");
+      if (!event->moment->done) return cuda::kNotReady;
+    }
+    *milliseconds = 1;
     return kSuccess;
   });
 }
