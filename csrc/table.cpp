@@ -284,12 +284,15 @@ void Table::scan_on_host(const TensorView& view, int index) {
 }
 
 Status Table::scan_on_device(const TensorView& view, int index) {
-  note_device_scan(view, index, 0);
-  if (view.elements == 0) {  // nothing to launch, but a call
+  if (view.elements == 0) {  // nothing to launch, but a call, which the host counts
+    RowContext& context = contexts_[index];
+    if (context.device_calls == 0 && row(index).ticket == 0) describe(context, view);
+    note_visit(index);
     latest_device_ = -1;
     merge_into(row(index), ScanTotals{}, last_ticket_, [] { return uint64_t{0}; });
     return kOk;
   }
+  note_device_scan(view, index, 0);
   cuda::Rows& rows = device_rows(view.device.id);
   void* const stream = stream_of(rows.device());
   const cuda::Target target{rows.row(index), rows.tickets(), stream, false, false};

@@ -380,11 +380,26 @@ def test_a_scan_is_one_launch_and_nothing_else(view, cuda, warm):
     assert names(cuda.calls()) == [ASK, PUSH, LAUNCH, POP]
 
 
-def test_the_first_scan_of_a_step_also_asks_for_a_capture(cuda, warm):
-    take(warm.table)
-    cuda.calls()
-    warm.table.scan(warm.x, warm.row)
-    assert names(cuda.calls()) == [ASK, CAPTURING, ASK, LAUNCH]
+def test_the_first_scan_of_a_step(cuda, warm):
+    """One launch, too; on another stream than the snapshot's it is put in order with that."""
+    stream = cuda.new_stream()
+    for _ in range(2):
+        take(warm.table).read()
+        cuda.calls()
+        warm.table.scan(warm.x, warm.row)
+        assert names(cuda.calls()) == [ASK, LAUNCH]
+        with cuda.stream(stream):
+            warm.table.scan(warm.x, warm.row)
+            work = [call for call in cuda.calls() if call.function not in (ASK, "EventCreate")]
+            assert [(call.function, call.stream) for call in work] == [
+                (CAPTURING, stream),
+                (CAPTURING, 0),
+                ("EventRecord", 0),
+                ("StreamWaitEvent", stream),
+                (LAUNCH, stream),
+            ]
+            warm.table.scan(warm.x, warm.row)
+            assert names(cuda.calls()) == [ASK, LAUNCH]
 
 
 @pytest.mark.parametrize("moments", [False, True])
@@ -738,6 +753,7 @@ def test_tensors_without_elements(lagging, table):
     table.scan(y, row)
     found = take(table).read()
     assert (found[row]["calls"], found[row]["elements"], found[row]["nan"]) == (5, 3, 1)
+    assert found.describe(row) == ("float32", (3,))
 
 
 def test_a_look_leaves_the_step_in_one_piece(lagging, table):
@@ -849,12 +865,31 @@ def test_a_capture_on_a_stream_that_scans_went_to_before(snapshot, lagging, tabl
             take(table).read()
     with lagging.capture(stream) as graph:
         table.scan(x, row)
-    assert len(graph) == 1
+        assert not table.note_captures()  # as a monitor does whenever a forward ends
     assert table.captured
     del table
     gc.collect()
     graph.replay(stream)
     lagging.progress()
+
+
+def test_a_monitor_judges_the_replays_of_a_graph(lagging):
+    """Of one forward, on a stream that was used before: each replay is a step of its own."""
+    model, stream = torch.nn.Identity(), lagging.new_stream()
+    good, x = torch.ones(6), with_nan(6)
+    with nanscan.watch(model, action="log") as monitor, lagging.stream(stream), torch.no_grad():
+        model(good)
+        with lagging.capture(stream) as graph:
+            model(x)
+        for _ in range(3):
+            monitor.step()
+            lagging.progress()
+            graph.replay(stream)
+        monitor.step()
+        monitor.flush()
+    (finding,) = monitor.findings
+    assert str(finding.site) == "Identity input[0]"
+    assert monitor.history(finding.site)["nan"].tolist() == [0, 1, 1, 1]
 
 
 def test_rows_of_replays_have_the_order_of_the_capture(captured, lagging):

@@ -30,6 +30,7 @@ def test_rows_are_numbered_as_they_are_added(table):
     assert len(table) == 7
 
 
+@pytest.mark.host_only(reason="the tickets of checks on a CUDA device count on")
 @cases.each_dtype
 def test_a_scanned_row_is_the_row_of_check(table, dtype):
     x = cases.fill(

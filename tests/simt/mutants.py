@@ -25,14 +25,14 @@ RUNS = {
     "asan": ["--stories", "150"],
     "tsan": ["--small", "--stories", "100"],
 }
-TIMEOUT = 240  # seconds; the longest run of sound kernels takes about 40
+TIMEOUT = 600  # seconds; the longest run of sound kernels takes about 20
 
 # What a run says when it has caught something, and how the table calls it.
 SIGNS = {
     r"^FAIL": "wrong row",
     r"^simt: ": "stopped",
     r"AddressSanitizer: ([\w-]+)": None,
-    r"runtime error: (load of misaligned address|index \d+ out of bounds)": None,
+    r"runtime error: .*(misaligned address)": None,
     r"runtime error": "undefined behaviour",
     r"ThreadSanitizer: ([\w -]+?) \(": None,
 }
@@ -120,11 +120,6 @@ MUTANTS = [
         "  atomicMax(reinterpret_cast<unsigned long long*>(p), "
         "static_cast<unsigned long long>(value));\n",
         "  if (*p < value) *p = value;\n",
-    ),
-    Mutant(
-        "the ticket is plainly read",
-        "  return __atomic_load_n(&row->ticket, __ATOMIC_RELAXED) != 0;\n",
-        "  return row->ticket != 0;\n",
     ),
     Mutant(
         "a count of blocks is off by one",
