@@ -261,8 +261,9 @@ def fail_every_call(number):
     assert normal, f"the session ended with {exit_code}"
     assert (normal.errors, normal.violations, normal.sent) == ([], [], normal.found)
     loads = [n for n, function in enumerate(normal.functions, 1) if function == "ModuleGetFunction"]
-    unlike = set(range(1, len(normal.functions) + 1)) - set(loads[1:-1])
-    waiting = [{"fail_at": n, "sticky": sticky} for n in sorted(unlike) for sticky in (False, True)]
+    unlike = sorted(set(range(1, len(normal.functions) + 1)) - set(loads[1:-1]))
+    waiting = [{"fail_at": n, "sticky": False} for n in unlike]
+    waiting += [{"fail_at": n, "sticky": True} for n in unlike[::3]]
     while waiting or children:
         while waiting and len(children) < (os.cpu_count() or 1):
             start(**waiting.pop(0))

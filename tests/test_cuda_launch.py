@@ -119,7 +119,7 @@ PLAIN_LAYOUTS = [
 
 @pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
 @pytest.mark.parametrize(
-    "dtype", [torch.float8_e5m2, torch.bfloat16, torch.float32, torch.complex128], ids=cases.name_of
+    "dtype", [torch.float8_e5m2, torch.float32, torch.complex128], ids=cases.name_of
 )
 def test_a_tensor_of_any_layout(dtype, layout, cuda):
     """What the kernel is told is exactly the tensor: each element, as often as it is there."""
@@ -517,11 +517,11 @@ def test_a_monitored_training_step_is_launches_and_one_snapshot(cuda):
 
 
 def test_results_that_nobody_reads(cuda, warm):
-    """Dropped while under way, 4000 of them, 200 at a time: their slots are used again."""
+    """Dropped while under way, 2000 of them, 200 at a time: their slots are used again."""
     cuda.set(lagging=1, seed=5)
     record(_C.scan_once(warm.x, False))
     held = cuda.held()
-    for _ in range(20):
+    for _ in range(10):
         dropped = [_C.scan_once(warm.x, False) for _ in range(200)]
         kept = _C.scan_once(torch.ones(3), False)
         del dropped
