@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 import threading
 import time
@@ -39,7 +40,7 @@ from nanscan._scan import check, prepare, scan_anywhere
 from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
 from nanscan._skip import Gradients, Skipper, is_stand_in
-from nanscan._table import OptimizerFacts, Scans, Table
+from nanscan._table import OptimizerFacts, Outcome, Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason
 
 _RAISED = object()
@@ -64,8 +65,7 @@ class Hooks:
         kinds: what to scan.
         on_sweep: called with scans of the parameters of a model, before it first runs.
         on_forward: called after an outermost module call, with its place.
-        on_step: called after an optimizer step, with the optimizer.
-        on_skip: called when a GradScaler skipped an optimizer's step, with both.
+        on_step: called after an optimizer step, with the optimizer and what became of the step.
         on_call: called before an outermost module call, with module and arguments; None: never.
         on_gradients: called when the gradients of an optimizer were scanned before its step.
         skipper: keeps optimizers from steps on non-finite gradients, if that is asked for.
@@ -79,8 +79,7 @@ class Hooks:
         *,
         on_sweep: Callable[[Scans], None],
         on_forward: Callable[[ModulePlace], None],
-        on_step: Callable[[Optimizer], None],
-        on_skip: Callable[[Optimizer, GradScaler], None],
+        on_step: Callable[[Optimizer, Outcome], None],
         on_call: Callable[[nn.Module, Any, Any], None] | None = None,
         on_gradients: Callable[[], None] = lambda: None,
         skipper: Skipper | None = None,
@@ -104,7 +103,7 @@ class Hooks:
         self._on_sweep = on_sweep
         self._on_forward = on_forward
         self._on_step = on_step
-        self._on_skip = on_skip
+
         self._on_call = on_call
         self._on_gradients = on_gradients
         self._skipper = skipper
@@ -453,18 +452,29 @@ class Hooks:
         if self._ran or not self._registry.only:
             self.watch(tensors, "loss", "loss")
 
+    def clipping_begins(self, parameters: list[torch.Tensor]) -> None:
+        """Scans gradients as backward left them. Before the step they are scanned as they are."""
+        if "grad" not in self._kinds or not self.turn.period or not self._handles:
+            return
+        known = [(p, self._registry.parameter(p, "")) for p in parameters]
+        places = [(p, place) for p, place in known if place is not None and place.watched]
+        places.sort(key=lambda pair: -self._forward_position(pair[1]))
+        self._scan_all([(p.grad, place.grad) for p, place in places if p.grad is not None])
+
     def scaled_step_begins(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Nothing is known yet: the scaler looks for Inf itself."""
         self._stepping.stepped = False
+        self._stepping.scaler = scaler
 
     def scaled_step_ended(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Scans the gradients that no optimizer's hook saw, if the scaler skipped the step."""
+        self._stepping.scaler = None
         if self._stepping.stepped:
             return
         plan = self._plan(optimizer)
         if plan is not None and self._handles:
             self._scan_gradients(optimizer, plan)
-            self._on_skip(optimizer, scaler)
+            self._on_step(optimizer, Outcome(id(optimizer), True, scaler.get_scale()))
 
     # -- optimizer steps -------------------------------------------------------------------------
 
@@ -538,7 +548,7 @@ class Hooks:
                     self._scan_after_step(optimizer, plan)
                 scanned = time.perf_counter()
                 self._cost.slow += scanned - began
-                self._on_step(optimizer)
+                self._on_step(optimizer, _outcome(optimizer, self._stepping.scaler))
                 self._cost.rest += time.perf_counter() - scanned
         finally:
             _in_post_hooks.remove(self)
@@ -700,11 +710,13 @@ class _Stepping(threading.local):
 
     Attributes:
         stepped: the optimizer that a GradScaler steps has begun to.
+        scaler: the GradScaler that is stepping an optimizer.
     """
 
     optimizer = 0
     plan: _Plan
     stepped = False
+    scaler: GradScaler | None = None
 
 
 # torch walks over its dict of post hooks while one of ours runs, and an action may close monitors
@@ -773,6 +785,16 @@ def _facts(
         with contextlib.suppress(TypeError, ValueError):
             facts.moments[name] = check(moment, moments=True)
     return facts
+
+
+def _outcome(optimizer: Optimizer, scaler: GradScaler | None) -> Outcome:
+    """Of a step that was made: a fused optimizer skips it itself, as a GradScaler told it to."""
+    skipped, scale = getattr(optimizer, "found_inf", None), getattr(scaler, "_scale", None)
+    if not isinstance(skipped, torch.Tensor):
+        return Outcome(id(optimizer), False, math.nan)
+    # The scaler changes its scale in place.
+    kept = scale.clone() if isinstance(scale, torch.Tensor) else math.nan
+    return Outcome(id(optimizer), skipped.clone(), kept)
 
 
 class _Inert:

@@ -437,7 +437,8 @@ class _Step:
             return bool((sources | inside) & self._earlier - {row})
         if node.kind == "param" and isinstance(place, ParameterPlace):
             return bool(place.grad.sources & self._earlier)
-        if node.kind == "grad" and place.parent is not None:
+        is_first = self._rows[row]["first_bad_call"] == 1  # else: after clipping
+        if node.kind == "grad" and is_first and place.parent is not None:
             gradients = self._gradients_of(place.parent)
             if gradients:  # what its backward was given is known
                 return bool((gradients | place.parent.input_sources()) & self._earlier)

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import gc
 import logging
-import math
 import os
 import sys
 import threading
@@ -21,7 +20,6 @@ from typing import Any, Literal, cast
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from nanscan._diagnose import causes
@@ -43,7 +41,7 @@ from nanscan._sites import (
     Wants,
 )
 from nanscan._skip import Skipper
-from nanscan._table import OptimizerFacts, Scans, Snapshot, Sweep, Table
+from nanscan._table import OptimizerFacts, Outcome, Scans, Snapshot, Sweep, Table
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
 
@@ -90,7 +88,6 @@ class Monitor:
             on_sweep=self._parameters_swept,
             on_forward=self._forward_ended,
             on_step=self._optimizer_stepped,
-            on_skip=self._optimizer_skipped,
             on_call=None if save is None else self._call_begins,
             on_gradients=self._gradients_scanned,
             skipper=Skipper(ignores) if skip_step else None,
@@ -106,7 +103,7 @@ class Monitor:
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
-        self._skips = 0  # optimizer steps in a row that a GradScaler skipped
+        self._skips: dict[int, int] = {}  # by id(optimizer): steps in a row that were skipped
         self._pending: deque[Snapshot | Sweep] = deque()  # oldest first; they arrive in order
         self._judged_ticket = 0
         # Outermost modules whose forward with gradients ended since the last step did.
@@ -274,19 +271,12 @@ class Monitor:
             self._pending.append(Sweep(self._step, scans, self._calls()))
             self._judge_arrived()
 
-    def _optimizer_stepped(self, optimizer: Optimizer) -> None:
+    def _optimizer_stepped(self, optimizer: Optimizer, outcome: Outcome) -> None:
         self._waits_for_optimizer = True
-        self._skips = 0
-        if self._saver is not None:
+        if self._saver is not None and outcome.skipped is not True:
             self._saver.steps += 1
         if not self._manual:
-            self._end_step(optimizer)
-
-    def _optimizer_skipped(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        self._waits_for_optimizer = True
-        self._skips += 1
-        if not self._manual:
-            self._end_step(optimizer, scaler.get_scale())
+            self._end_step(optimizer, outcome)
 
     def _call_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._saver is not None:
@@ -335,13 +325,13 @@ class Monitor:
         """Whether a row went bad since the last judgement, as far as the host can know."""
         return self._table.on_device or self._table.last_ticket != self._judged_ticket
 
-    def _end_step(self, optimizer: Optimizer | None, scale: float = math.nan) -> None:
+    def _end_step(self, optimizer: Optimizer | None, outcome: Outcome | None = None) -> None:
         with self._lock:
             if self._table.has_news:
                 snapshot = self._table.take(self._step, keep=True)
                 if snapshot is None:  # a CUDA graph is being recorded: its replays are the steps
                     return
-                snapshot.skips, snapshot.scale = self._skips, scale
+                snapshot.outcome = outcome
                 snapshot.turn = self._hooks.turn
                 snapshot.calls = self._calls()
                 if optimizer is not None and snapshot.arrival is not None:
@@ -383,11 +373,24 @@ class Monitor:
         with self._lock:
             while self._pending and (wait or self._pending[0].ready()):
                 snapshot = self._table.complete(self._pending.popleft())
+                self._count_skips(snapshot)
                 if snapshot.whole and snapshot.turn.is_full:
                     self._table.full_order = snapshot.order.copy()
                 # What an optimizer holds now explains the step that it has just made, no other.
                 current = optimizer if snapshot.whole and not self._pending else None
                 self._conclude(self._judge.judge(snapshot), snapshot, current)
+
+    def _count_skips(self, snapshot: Snapshot) -> None:
+        """Synchronization: none; what a device knows of an arrived step has long been computed."""
+        outcome = snapshot.outcome
+        if outcome is None:
+            return
+        if not bool(outcome.skipped):
+            self._skips.pop(outcome.optimizer, None)
+            return
+        snapshot.skips = self._skips.get(outcome.optimizer, 0) + 1
+        self._skips[outcome.optimizer] = snapshot.skips
+        snapshot.scale = float(outcome.scale)
 
     def _conclude(
         self,

@@ -437,8 +437,10 @@ class Registry:
             known = self._known(id(parameter))
             if known is None:  # a tied weight goes by its first name
                 self._parameters[id(parameter)] = reference, key, place
-            elif known is not place and full not in known.aliases:
-                known.aliases.append(full)
+            elif known is not place:
+                owner.parameters[key] = known  # so that this module, too, knows its rows
+                if full not in known.aliases:
+                    known.aliases.append(full)
         scripted = isinstance(module, torch.jit.ScriptModule)  # which has no such dict
         for key in dict(module.named_buffers(recurse=False)) if scripted else module._buffers:  # noqa: SLF001
             if key not in owner.buffers:

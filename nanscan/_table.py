@@ -38,6 +38,21 @@ class OptimizerFacts:
     moments: dict[str, ScanResult] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an optimizer's step under a GradScaler.
+
+    Attributes:
+        optimizer: its id.
+        skipped: whether the scaler skipped it; a tensor where only the device knows.
+        scale: the scaler's then; likewise.
+    """
+
+    optimizer: int
+    skipped: bool | torch.Tensor
+    scale: float | torch.Tensor
+
+
 @dataclass
 class Snapshot:
     """One step's rows on the host; those of CUDA devices once they arrived.
@@ -52,8 +67,9 @@ class Snapshot:
         arrival: rows that are still on their way.
         untrained: they are parameters, scanned before their model first ran.
         keep: it is to become part of the history once it is complete.
-        skips: optimizer steps that a GradScaler skipped, this one and those before without one
-            that it let pass; 0: it let this one pass.
+        outcome: of the optimizer step that ended it, if one did.
+        skips: steps of that optimizer that a GradScaler skipped, this one and those before without
+            one that it let pass; 0: it let this one pass.
         scale: the GradScaler's then.
         turn: what was scanned.
         facts: what explains parameters that went bad in the step, by their places.
@@ -69,6 +85,7 @@ class Snapshot:
     arrival: _C.Arrival | None = None
     untrained: bool = False
     keep: bool = False
+    outcome: Outcome | None = None
     skips: int = 0
     scale: float = math.nan
     turn: Turn = FULL
