@@ -51,16 +51,18 @@ enum class Contents {
   kAllNan,
   kAllBad,
   kZeros,
+  kZerosOfOneSign,
   kOnePositiveZero,
   kOneNegativeZero,
   kSubnormals,
   kExtremes,
 };
-constexpr int kContents = 16;
-constexpr const char* kContentsName[kContents] = {"finite",   "narrow",  "nan_first",  "nan_middle",
-                                                  "nan_last", "posinf",  "neginf",     "some_bad",
-                                                  "any_bits", "all_nan", "all_bad",    "zeros",
-                                                  "one_+0",   "one_-0",  "subnormals", "extremes"};
+constexpr int kContents = 17;
+constexpr const char* kContentsName[kContents] = {
+    "finite",     "narrow",  "nan_first",         "nan_middle", "nan_last",
+    "posinf",     "neginf",  "some_bad",          "any_bits",   "all_nan",
+    "all_bad",    "zeros",   "zeros_of_one_sign", "one_+0",     "one_-0",
+    "subnormals", "extremes"};
 
 class Tensor {
  public:
@@ -156,6 +158,8 @@ class Tensor {
         return set_all([&] { return random.bits() & mask(); });
       case Contents::kZeros:
         return set_all([&] { return random.one_in(2) ? sign : 0; });
+      case Contents::kZerosOfOneSign:
+        return set_all([&] { return either; });
       case Contents::kOnePositiveZero:
         set_all([&] { return sign; });
         return set(somewhere(), 0);
