@@ -1555,15 +1555,11 @@ def test_what_is_absorbed(scope, function):
 
 @SCOPES
 def test_the_first_that_absorbs_is_named(scope):
-    model = nn.Sequential(Do(set_nan), Do(torch.nan_to_num), Do(torch.tanh))
-    model.forward = lambda x: [model[2](model[1](model[0](x))), model[1](model[0](x) * 1)]
-    other = Do(lambda x: [torch.nan_to_num(y) for y in x])
-    both = nn.ModuleList([model, other])
-    both.forward = lambda x: other(model(x))
-    monitor = enable(scope, both, action="log")
-    infer(both, batch())
-    absorbed = [site for _, site, verdict in verdicts(monitor) if verdict == "absorbed"]
-    assert absorbed == ["0.1 output"]
+    model = nn.ModuleList([Do(set_nan), Do(torch.nan_to_num), Do(torch.nan_to_num)])
+    model.forward = lambda x: [absorb(bad) for bad in [model[0](x)] for absorb in model[1:]]
+    monitor = enable(scope, model, action="log")
+    infer(model, batch())
+    assert verdicts(monitor) == [(0, "0 output", "origin"), (0, "1 output", "absorbed")]
 
 
 @SCOPES
@@ -1620,6 +1616,19 @@ def test_recovery_is_told_once_an_episode(scope):
     assert recovered.history["nan"].tolist() == [0, 1, 1, 0]
     assert "Net input[0] is finite in step 3 (recovered:" in str(recovered)
     assert monitor.healthy
+
+
+@SCOPES
+def test_there_is_no_recovery_while_a_parameter_is_bad_that_is_not_read(scope):
+    model = nn.Embedding(5, 4)
+    model.weight.data[4, 1] = NAN
+    monitor = enable(scope, model, action="log")
+    infer(model, torch.tensor([4]), torch.tensor([1]), torch.tensor([2, 3]))
+    assert verdicts(monitor) == [
+        (0, "weight param", "origin"),
+        (0, "Embedding output", "propagated"),
+    ]
+    assert not monitor.healthy
 
 
 @SCOPES

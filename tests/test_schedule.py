@@ -4,7 +4,15 @@ import math
 
 import pytest
 import torch
-from models import Net, batch, calls, infer, sgd, train
+from models import (
+    Net,
+    batch,
+    calls,
+    infer,
+    seeded_and_without_trace,  # noqa: F401 - used by every test
+    sgd,
+    train,
+)
 from torch import nn
 
 import nanscan
