@@ -519,17 +519,29 @@ def test_a_monitored_training_step_is_launches_and_one_snapshot(cuda):
 def test_results_that_nobody_reads(cuda, warm):
     """Dropped while under way, 2000 of them, 200 at a time: their slots are used again."""
     cuda.set(lagging=1, seed=5)
+    small = torch.ones(3)
     record(_C.scan_once(warm.x, False))
     held = cuda.held()
     for _ in range(10):
         dropped = [_C.scan_once(warm.x, False) for _ in range(200)]
-        kept = _C.scan_once(torch.ones(3), False)
         del dropped
+        kept = _C.scan_once(small, False)
         assert cuda.progress(200) == 200
         assert not kept.ready()  # what was dropped is done, and not mistaken for it
         assert cuda.progress() == 1
         assert kept.ready()
         assert record(kept)["elements"] == 3
+    assert cuda.held() == held
+
+
+def test_checks_that_failed_use_nothing_up(cuda, warm):
+    """More of them than there are slots."""
+    held = cuda.held()
+    for _ in range(600):
+        cuda.fail("cuLaunchKernel")
+        with pytest.raises(RuntimeError, match="launching a scan on cuda:0 failed"):
+            _C.scan_once(warm.x, False)
+    assert record(_C.scan_once(warm.x, False))["nan"] == 1
     assert cuda.held() == held
 
 
@@ -856,8 +868,9 @@ def test_replays_count_as_calls(captured, lagging):
 
 
 @pytest.mark.parametrize("snapshot", [False, True], ids=["same step", "next step"])
-def test_a_capture_on_a_stream_that_scans_went_to_before(snapshot, lagging, table):
+def test_a_capture_on_a_stream_that_scans_went_to_before(snapshot, lagging):
     """As after a warm-up: the graph is known to write into rows, which outlive the table."""
+    table = _C.Table()
     row, x, stream = table.add_row(), with_nan(6), lagging.new_stream()
     with lagging.stream(stream):
         table.scan(x, row)
