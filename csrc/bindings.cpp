@@ -54,12 +54,30 @@ bool expect_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
 // Scans outside of any table, of views of one device.
 std::vector<std::unique_ptr<cuda::PendingScan>> start_scans(const std::vector<TensorView>& views,
                                                             bool moments) {
-  const dlpack::Device device = views.front().device;
-  void* stream = nullptr;
-  if (!current_stream(device, stream))
-    throw cuda::Error("nanscan: torch names no current stream of cuda:" +
-                      std::to_string(device.id));
-  return cuda::PendingScan::start(*cuda::Device::find(device.id), views, moments, stream);
+  const cuda::Device& device = *cuda::Device::find(views.front().device.id);
+  return cuda::PendingScan::start(device, views, moments, stream_of(device));
+}
+
+// Whether a scan is a launch: an empty tensor is done without.
+bool is_launched(const TensorView& view) {
+  return view.device.type == dlpack::kCUDA && view.elements > 0;
+}
+
+py::bytes scan_now(const TensorView& view, bool moments) {
+  Row row{};
+  scan_once(view, moments, row);
+  return py::bytes(reinterpret_cast<const char*>(&row), sizeof row);
+}
+
+// Runs f, which returns an object; the driver's errors become Python's.
+template <typename F>
+PyObject* guarded(F&& f) {
+  try {
+    return py::object(f()).release().ptr();
+  } catch (const cuda::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
 }
 
 PyObject* none_if(bool succeeded) { return succeeded ? Py_NewRef(Py_None) : nullptr; }
@@ -90,17 +108,8 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   TensorView view;
   const Status status = view_scannable(args[0], view, LazyBits::kAlwaysAsk);
   if (status != kOk) return PyLong_FromLong(status);
-  if (view.device.type == dlpack::kCUDA && view.elements > 0) {
-    try {
-      return py::cast(std::move(start_scans({view}, moments != 0).front())).release().ptr();
-    } catch (const cuda::Error& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-      return nullptr;
-    }
-  }
-  Row row{};
-  scan_once(view, moments != 0, row);
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&row), sizeof row);
+  if (!is_launched(view)) return scan_now(view, moments != 0).release().ptr();
+  return guarded([&] { return py::cast(std::move(start_scans({view}, moments != 0).front())); });
 }
 
 // before(module, args[, kwargs])
@@ -134,16 +143,12 @@ py::list scan_once_many(const py::list& tensors, bool moments) {
   for (const py::handle tensor : tensors) {
     TensorView view;
     const Status status = view_scannable(tensor.ptr(), view, LazyBits::kAlwaysAsk);
-    const bool on_device_now =
-        status == kOk && view.device.type == dlpack::kCUDA && view.elements > 0;
-    if (on_device_now) on_device[view.device.id].emplace_back(results.size(), view);
-    if (status != kOk || on_device_now) {
-      results.append(static_cast<int>(status));
+    if (status == kOk && !is_launched(view)) {
+      results.append(scan_now(view, moments));
       continue;
     }
-    Row row{};
-    scan_once(view, moments, row);
-    results.append(py::bytes(reinterpret_cast<const char*>(&row), sizeof row));
+    if (status == kOk) on_device[view.device.id].emplace_back(results.size(), view);
+    results.append(static_cast<int>(status));
   }
   for (const auto& [ordinal, numbered] : on_device) {
     std::vector<TensorView> views;
@@ -175,14 +180,11 @@ PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t coun
     if (row < 0) return nullptr;
     pairs.emplace_back(PyList_GET_ITEM(alive.ptr(), i), row);
   }
-  std::vector<std::pair<int, int>> refused;
-  try {
+  return guarded([&] {
+    std::vector<std::pair<int, int>> refused;
     table->scan_many(pairs, refused);
-  } catch (const cuda::Error& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
-  return py::cast(refused).release().ptr();
+    return py::cast(refused);
+  });
 }
 
 // METH_FASTCALL functions are stored under the type of METH_VARARGS ones; CPython casts back.
@@ -241,15 +243,16 @@ const RowContext& context_of(const Table& table, int row) {
   return table.context(row);
 }
 
+// torch's name of a dtype whose real format is this.
+std::string name_of(DType dtype, bool is_complex) {
+  if (is_complex) return "complex" + std::to_string(2 * 8 * item_size(dtype));
+  return kDTypeNames[static_cast<int>(dtype)];
+}
+
 py::object as_tuple(DType dtype, bool is_complex, const int64_t* sizes, size_t count) {
-  const char* name = kDTypeNames[static_cast<int>(dtype)];
-  if (is_complex)
-    name = dtype == DType::kFloat16   ? "complex32"
-           : dtype == DType::kFloat32 ? "complex64"
-                                      : "complex128";
   py::tuple shape(count);
   for (size_t i = 0; i < count; ++i) shape[i] = sizes[i];
-  return py::make_tuple(name, shape);
+  return py::make_tuple(name_of(dtype, is_complex), shape);
 }
 
 // (dtype, shape), or None where nothing was scanned.
@@ -264,7 +267,7 @@ py::object describe(py::handle tensor) {
   TensorView view;
   if (view_tensor(tensor.ptr(), view, LazyBits::kByStrides) != kOk) return py::none();
   return as_tuple(view.dtype, view.is_complex, view.logical.size,
-                  static_cast<size_t>(view.logical.count - (view.is_complex ? 1 : 0)));
+                  static_cast<size_t>(view.user_dims()));
 }
 
 // Merges a scan of the reference, given as the bytes of a Row.
@@ -273,16 +276,13 @@ void merge_scan(Table& table, int row, const py::bytes& scan, const std::string&
   context_of(table, row);
   const std::string bytes = scan;
   const bool is_complex = dtype.rfind("complex", 0) == 0;
-  const std::string real = !is_complex            ? dtype
-                           : dtype == "complex32" ? "float16"
-                           : dtype == "complex64" ? "float32"
-                                                  : "float64";
-  const auto* const name = std::find(kDTypeNames, kDTypeNames + kDTypeCount, real);
-  if (bytes.size() != sizeof(Row) || name == kDTypeNames + kDTypeCount)
+  int format = 0;
+  while (format < kDTypeCount && name_of(static_cast<DType>(format), is_complex) != dtype) ++format;
+  if (bytes.size() != sizeof(Row) || format == kDTypeCount)
     throw py::value_error("nanscan: expected the bytes of a row and the name of a dtype");
   Row merged;
   std::memcpy(&merged, bytes.data(), sizeof merged);
-  table.merge(row, merged, static_cast<DType>(name - kDTypeNames), is_complex, shape);
+  table.merge(row, merged, static_cast<DType>(format), is_complex, shape);
 }
 
 void define_arrival(py::module_& m) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <set>
 
 #include "cpu/scan.h"
@@ -38,7 +37,7 @@ std::set<int>& refused_devices() {
 }
 
 bool describes(const Description& description, const TensorView& view) {
-  const size_t count = static_cast<size_t>(view.logical.count - (view.is_complex ? 1 : 0));
+  const auto count = static_cast<size_t>(view.user_dims());
   return description.dtype == view.dtype && description.is_complex == view.is_complex &&
          description.shape.size() == count &&
          std::equal(description.shape.begin(), description.shape.end(), view.logical.size);
@@ -104,13 +103,6 @@ void merge_rows(const Row& from, Row& into) {
   into.subnormals += from.subnormals;
 }
 
-// The stream of torch's operations of this thread.
-void* stream_of(const cuda::Device& device) {
-  void* stream = nullptr;
-  if (current_stream({dlpack::kCUDA, device.ordinal()}, stream)) return stream;
-  throw cuda::Error("nanscan: torch names no current stream of " + device.name());
-}
-
 // Runs f; the driver's errors become Python's.
 template <typename F>
 int guarded(F&& f) {
@@ -159,6 +151,12 @@ bool refers_to(PyObject* weakref, PyObject* object) {
 }
 
 }  // namespace
+
+void* stream_of(const cuda::Device& device) {
+  void* stream = nullptr;
+  if (current_stream({dlpack::kCUDA, device.ordinal()}, stream)) return stream;
+  throw cuda::Error("nanscan: torch names no current stream of " + device.name());
+}
 
 Status view_scannable(PyObject* tensor, TensorView& view, LazyBits lazy_bits) {
   const Status status = view_tensor(tensor, view, lazy_bits);
@@ -231,8 +229,8 @@ DescriptionPtr Table::description_of(DType dtype, bool is_complex,
 void Table::describe(RowContext& context, const TensorView& view) const {
   if (context.description && describes(*context.description, view)) return;
   const int64_t* sizes = view.logical.size;
-  const int count = view.logical.count - (view.is_complex ? 1 : 0);
-  context.description = description_of(view.dtype, view.is_complex, {sizes, sizes + count});
+  context.description =
+      description_of(view.dtype, view.is_complex, {sizes, sizes + view.user_dims()});
 }
 
 void Table::describe_on_device(RowContext& context, const TensorView& view) const {

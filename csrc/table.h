@@ -180,6 +180,9 @@ class Table {
   bool expect_inference_ = false;
 };
 
+// The stream of torch's operations of this thread on a device; throws where torch names none.
+void* stream_of(const cuda::Device& device);
+
 // Fills a view that can be scanned: of host memory, or of a device whose kernels are loaded.
 Status view_scannable(PyObject* tensor, TensorView& view, LazyBits lazy_bits);
 

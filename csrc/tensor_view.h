@@ -41,7 +41,9 @@ struct TensorView {
   bool is_complex = false;  // seen as real numbers with one more dimension, of size 2
   dlpack::Device device{};
   uint64_t elements = 0;  // logical, of the real format
-  Dims logical;           // as the user sees it
+  Dims logical;           // as the user sees it, and the pairs of a complex tensor
+
+  int user_dims() const { return logical.count - (is_complex ? 1 : 0); }
 };
 
 // What the walk over memory needs: `runs` flat runs of `run` elements, `run_stride` apart when

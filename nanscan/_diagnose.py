@@ -13,6 +13,7 @@ import torch
 from nanscan._judge import Cause, Judged
 from nanscan._sites import Site
 from nanscan._table import OptimizerFacts
+from nanscan._tensors import rounds_to_zero
 
 _FAR_FROM_UNIT_SCALE = 50.0
 _HALF = (torch.float16, torch.bfloat16)
@@ -42,7 +43,7 @@ def _adam_eps_rounds_to_zero(judged: Judged, optimizer: OptimizerFacts | None) -
         return None
     eps = optimizer.options.get("eps")
     second = optimizer.moments.get("exp_avg_sq")
-    if not eps or second is None or torch.tensor(eps, dtype=second.dtype).item() != 0:
+    if not eps or second is None or not rounds_to_zero(eps, second.dtype):
         return None
     if second.zero_count == 0:
         return None

@@ -41,7 +41,7 @@ from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
 from nanscan._skip import Gradients, Skipper, is_stand_in
 from nanscan._table import OptimizerFacts, Outcome, Scans, Table
-from nanscan._tensors import Unscannable, plain_parts, reason
+from nanscan._tensors import Unscannable, plain_parts, reason, rounds_to_zero
 
 _RAISED = object()
 _MAX_DEPTH = 16  # of nested containers
@@ -103,7 +103,6 @@ class Hooks:
         self._on_sweep = on_sweep
         self._on_forward = on_forward
         self._on_step = on_step
-
         self._on_call = on_call
         self._on_gradients = on_gradients
         self._skipper = skipper
@@ -617,7 +616,7 @@ class Hooks:
                 if place is None or not isinstance(eps, float) or parameter.dtype.itemsize > 2:  # noqa: PLR2004
                     continue
                 state = moments(optimizer, parameter)
-                if any(torch.tensor(eps, dtype=moment.dtype).item() == 0 for _, moment in state):
+                if any(rounds_to_zero(eps, moment.dtype) for _, moment in state):
                     found[place] = _facts(optimizer, group, state)
         return found
 

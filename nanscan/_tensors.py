@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -33,6 +34,12 @@ _REASONS = {
     _C.NO_DATA: "it has no data behind it (freed storage, or a fake or wrapper tensor)",
     _C.NO_VIEW: "torch gives no plain view of it",
 }
+
+
+@functools.lru_cache(maxsize=64)
+def rounds_to_zero(value: float, dtype: torch.dtype) -> bool:
+    """Whether a number is 0 in a dtype. Remembered: it is asked for each parameter in each step."""
+    return torch.tensor(value, dtype=dtype).item() == 0
 
 
 class Unscannable(TypeError):  # noqa: N818 - a reason, raised only inside nanscan

@@ -55,6 +55,11 @@ void check(Result result, const std::string& doing) {
               (text ? std::string(" (") + text + ")" : ""));
 }
 
+bool is_capturing(Handle stream) {
+  int status = kCaptureNone;
+  return driver().stream_is_capturing(stream, &status) == kSuccess && status != kCaptureNone;
+}
+
 CurrentContext::CurrentContext(Handle context) {
   Handle current = nullptr;
   check(driver().current_context(&current), "asking for the current CUDA context");

@@ -93,6 +93,9 @@ inline void check(Result result, const char* doing) {
   if (result != kSuccess) check(result, std::string(doing));
 }
 
+// Whether a CUDA graph records what goes to a stream of the current context.
+bool is_capturing(Handle stream);
+
 // Makes a context current in this thread, and what was current before when it ends.
 class CurrentContext {
  public:

@@ -90,13 +90,12 @@ std::vector<std::unique_ptr<PendingScan>> PendingScan::start(const Device& devic
                                                              bool moments, Handle stream) {
   Slots& slots = Slots::of(device);
   std::vector<std::unique_ptr<PendingScan>> scans;
-  int status = kCaptureNone;
-  {
+  const bool captured = [&] {
     CurrentContext current(device.context());
-    driver().stream_is_capturing(stream, &status);
-  }
+    return is_capturing(stream);
+  }();
   const auto add = [&] {
-    scans.emplace_back(new PendingScan(device, slots.take(), stream, status != kCaptureNone));
+    scans.emplace_back(new PendingScan(device, slots.take(), stream, captured));
     return scans.back()->slot_.row;
   };
   std::vector<Row*> rows;

@@ -5,14 +5,6 @@
 #include "../gil.h"
 
 namespace nanscan::cuda {
-namespace {
-
-bool is_capturing(Handle stream) {
-  int status = kCaptureNone;
-  return driver().stream_is_capturing(stream, &status) == kSuccess && status != kCaptureNone;
-}
-
-}  // namespace
 
 struct Copy::Buffer {
   Row* rows = nullptr;

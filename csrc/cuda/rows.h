@@ -22,7 +22,6 @@ class Copy {
   bool ready();             // never blocks
   void wait();              // without the GIL
   const Row* rows() const;  // once ready
-  int count() const { return count_; }
 
  private:
   friend class Rows;
