@@ -590,13 +590,9 @@ class Hooks:
 
         To be asked right after the step: one later they would be bad as well.
         """
-        plan = self._plan(optimizer)
-        position = next((i for i, watched in plan.watched if watched is place), -1) if plan else -1
-        for group in optimizer.param_groups:
-            if 0 <= position < len(group["params"]):
-                state = moments(optimizer, group["params"][position])
-                return {place: _facts(optimizer, group, state)}
-            position -= len(group["params"])
+        for stepped, group, parameter in self._stepped(optimizer):
+            if stepped is place:
+                return {place: _facts(optimizer, group, moments(optimizer, parameter))}
         return {}
 
     def facts_of_suspects(self, optimizer: Optimizer) -> dict[ParameterPlace, OptimizerFacts]:
@@ -605,20 +601,25 @@ class Hooks:
         For steps that are judged later. Such settings are rare, and scanning their moments in every
         step is the price of a diagnosis without waiting for the device.
         """
-        plan = self._plan(optimizer)
-        places = dict(plan.watched) if plan is not None else {}
-        found, position = {}, 0
-        for group in optimizer.param_groups:
+        found = {}
+        for place, group, parameter in self._stepped(optimizer):
             eps = group.get("eps")
-            for parameter in group["params"]:
-                place = places.get(position)
-                position += 1
-                if place is None or not isinstance(eps, float) or parameter.dtype.itemsize > 2:  # noqa: PLR2004
-                    continue
+            if isinstance(eps, float) and parameter.dtype.itemsize <= 2:  # noqa: PLR2004
                 state = moments(optimizer, parameter)
                 if any(rounds_to_zero(eps, moment.dtype) for _, moment in state):
                     found[place] = _facts(optimizer, group, state)
         return found
+
+    def _stepped(
+        self, optimizer: Optimizer
+    ) -> Iterator[tuple[ParameterPlace, dict[str, Any], torch.Tensor]]:
+        """Each watched parameter of an optimizer: its place, its group, and itself."""
+        plan = self._plan(optimizer)
+        places = dict(plan.watched) if plan is not None else {}
+        pairs = ((group, p) for group in optimizer.param_groups for p in group["params"])
+        for position, (group, parameter) in enumerate(pairs):
+            if position in places:
+                yield places[position], group, parameter
 
     def _plan(self, optimizer: Optimizer) -> _Plan | None:
         """Places of an optimizer's parameters; None if none of them is watched."""
