@@ -84,7 +84,10 @@ class Location:
         output_index: of backward: which of the node's gradients is the first bad one.
         forward: of backward: the forward op that created the node, with its operands as they were.
         consumers: of backward: names of ops that took what `forward` returned.
-        consequence: the op that turned Inf into NaN, where `at` made Inf alone.
+        consequence: the op that turned Inf into NaN, where `at` made Inf alone; where `at` gave
+            memory that nothing was written to, the op that computed with it.
+        reached: what the values got to, where `at` made nothing that is a fault by itself: "the
+            loss", "what it returned", ...
         recomputed: it ran again inside backward, for a checkpoint.
         step: number of the step, from 0; of those that ended while it was searched.
         causes: likely causes, best first; empty when no evidence points to one.
@@ -99,6 +102,7 @@ class Location:
     forward: Op | None = None
     consumers: list[str] = field(default_factory=list)
     consequence: Op | None = None
+    reached: str = ""
     recomputed: bool = False
     step: int = 0
     causes: list[Cause] = field(default_factory=list)
