@@ -137,6 +137,11 @@ class Location:
         """The tensors that the op took."""
         return self.at.operands
 
+    def __str__(self) -> str:
+        from nanscan._report import located  # noqa: PLC0415 - the report knows this, not it that
+
+        return located(self)
+
     @property
     def _source(self) -> Op:
         return self.at if self.at.file or self.forward is None else self.forward

@@ -131,6 +131,7 @@ class Value:
 
     Attributes:
         ref: the tensor, weakly.
+        address: of its data.
         versions: of it, while this holds; two, as torch counts a write after the op is over.
         row: a scan, done or under way; None: not floating point, or not scanned.
         moments: a second scan, with moments.
@@ -142,6 +143,7 @@ class Value:
     """
 
     __slots__ = (
+        "address",
         "base",
         "dtype",
         "is_rewritten",
@@ -157,7 +159,8 @@ class Value:
 
     def __init__(self, tensor: torch.Tensor, maker: Event | None, row: Any) -> None:
         self.ref = weakref.ref(tensor)
-        self.versions = _versions(tensor)
+        version, self.address = _state(tensor)
+        self.versions = version, version
         self.row: Record | _C.PendingScan | None = row
         self.moments: Record | _C.PendingScan | None = row if tensor.is_cuda else None
         self.maker = maker
@@ -238,12 +241,12 @@ class Event:
         self.outputs: list[Value | None] | None = None
 
 
-def _versions(tensor: torch.Tensor) -> tuple[int, int]:
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Version and address of a tensor: what changes when it is written, or given other memory."""
     try:
-        version = tensor._version  # noqa: SLF001 - no public spelling
-    except RuntimeError:  # an inference tensor counts none: it is scanned whenever it is read
-        return -1, -1
-    return version, version
+        return tensor._version, tensor.data_ptr()  # noqa: SLF001 - no public spelling
+    except RuntimeError:  # an inference tensor, a sparse one, ...: it is scanned at every read
+        return -1, 0
 
 
 class _Thread(threading.local):
@@ -317,11 +320,9 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What a tensor holds; None: it is not known, or was changed without our knowing."""
         value = self._values.get(id(tensor))
         if value is not None and value.ref() is tensor:
-            try:
-                if tensor._version in value.versions:  # noqa: SLF001 - no public spelling
-                    return value
-            except RuntimeError:  # an inference tensor
-                return None
+            version, address = _state(tensor)
+            if version in value.versions and address == value.address and version >= 0:
+                return value
         return None
 
     def read(self, tensor: torch.Tensor) -> Value:
@@ -333,8 +334,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = self._values[id(tensor)] = Value(tensor, None, _scan(tensor))
         if old is not None and old.ref() is tensor:
             value.raw = old.raw
-            value.is_rewritten = old.versions != value.versions
-            if not value.is_rewritten or old.versions == (-1, -1):
+            value.is_rewritten = old.versions != value.versions or old.address != value.address
+            if not value.is_rewritten:
                 value.maker = old.maker
         return value
 
@@ -391,7 +392,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             value = Value(tensor, event, None if info.empty else _scan(tensor))
             value.raw = event if info.empty else None
-        value.versions = value.versions[0], value.versions[0] + 1
+        if value.versions[0] >= 0:
+            value.versions = value.versions[0], value.versions[0] + 1
         self._values[id(tensor)] = value
         return value
 

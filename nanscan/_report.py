@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from nanscan._judge import Finding, Seen
+from nanscan._location import Location, Op, Operand
 from nanscan._scan import ScanResult, describe, describe_parts
 from nanscan._sites import Site
 
 _WIDTH = 100
 _LABEL = 10
 _HISTORY = 6
+_OPERANDS = 8
 
 
 def report(finding: Finding) -> str:
@@ -47,6 +51,95 @@ def report(finding: Finding) -> str:
         lines += _block("cause", ["no likely cause found"])
     lines += _block("also bad", _affected(finding.affected))
     return "\n".join(lines)
+
+
+def located(location: Location) -> str:
+    """The op, its line, and what it took and made, side by side."""
+    lines = [_headline(location)]
+    source = location.at if location.at.file or location.forward is None else location.forward
+    label = "line" if source is location.at else "made at"
+    lines += _block(label, [_line(source)] if source.file else ["no line of user code"])
+    if location.forward is not None and source is not location.forward:
+        lines += _block("made at", [_line(location.forward)])
+    lines += _table("took", location.at.operands)
+    lines += _table("made", location.at.results)
+    if location.forward is not None:
+        lines += _table("forward", location.forward.operands)
+    if location.consequence is not None:
+        what = "read by" if location.at.results[0].stats is None else "NaN at"
+        lines += _block(what, [f"{location.consequence.name}, {_line(location.consequence)}"])
+    for cause in location.causes:
+        lines += _block("cause", [cause.title])
+        lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
+    if not location.causes:
+        lines += _block("cause", ["no likely cause found"])
+    return "\n".join(lines)
+
+
+def _headline(location: Location) -> str:
+    where = f" in {location.at.module}" if location.at.module else ""
+    if location.direction == "optimizer":
+        where = " in an optimizer step"
+    if location.node:
+        module = f" in {location.module}" if location.module else ""
+        output = "" if location.output_index is None else f", output {location.output_index}"
+        where = f" in {location.node}{output}: backward of {_op_of(location)}{module}"
+    if location.recomputed:
+        where += " (recomputed for a checkpoint)"
+    how = location.how
+    if location.reached:
+        how += f"; it reached {location.reached}"
+    verb = "made" if location.verdict == "origin" else "read"
+    return f"{location.op} {verb} non-finite values{where}, step {location.step} ({how})"
+
+
+def _op_of(location: Location) -> str:
+    return "an unknown op" if location.forward is None else location.forward.name
+
+
+def _line(op: Op) -> str:
+    """Where an op was called, relative to the current directory if it lies below that."""
+    path = Path(op.file)
+    with contextlib.suppress(ValueError, OSError):
+        path = path.relative_to(Path.cwd())
+    code = op.code
+    return f"{path}:{op.line} in {op.function}" + (f": {code}" if code else "")
+
+
+def _table(label: str, operands: list[Operand]) -> list[str]:
+    """Operands, one line each, not wrapped."""
+    shown = operands[:_OPERANDS]
+    names = [f"{o.name} ({o.what})" if o.what else o.name for o in shown]
+    width = max((len(name) for name in names), default=0)
+    lines = [
+        f"  {'' if number else label:<{_LABEL}}{name:<{width}}  {_numbers(operand)}"
+        for number, (name, operand) in enumerate(zip(names, shown, strict=True))
+    ]
+    if len(operands) > len(shown):
+        lines += _block("", [f"and {len(operands) - len(shown)} more"])
+    return lines
+
+
+def _numbers(operand: Operand) -> str:
+    dtype, stats = str(operand.dtype).removeprefix("torch."), operand.stats
+    text = f"{dtype} {list(operand.shape)}"
+    if stats is None:
+        return text
+    counts = [
+        f"{count:,} {name}"
+        for count, name in (
+            (stats.nan_count, "NaN"),
+            (stats.posinf_count, "+Inf"),
+            (stats.neginf_count, "-Inf"),
+        )
+        if count
+    ]
+    if stats.absmax is None:
+        return "  ".join([text, *counts, "no finite value" if stats.numel else "empty"])
+    values = [f"min {stats.min:.4g}", f"max {stats.max:.4g}", f"absmax {stats.absmax:.4g}"]
+    if operand.has_moments:
+        values += [f"mean {stats.mean:.4g}", f"std {stats.std:.4g}"]
+    return "  ".join([text, *counts, *values])
 
 
 def _block(label: str, texts: list[str]) -> list[str]:
