@@ -50,9 +50,11 @@ class Taint:
 
     def blame(self, *, consequence: Event | None = None, reached: str = "") -> None:
         """It is a fault, unless it is a mask."""
-        if self.kind != "mask" and not self.blamed:
+        if self.kind == "mask":
+            return
+        self.consequence = self.consequence or consequence
+        if not self.blamed:
             self.blamed = True
-            self.consequence = self.consequence or consequence
             self.reached = reached
 
 
