@@ -610,6 +610,21 @@ class Hooks:
                     found[place] = _facts(optimizer, group, state)
         return found
 
+    def optimizer_of(self, place: ParameterPlace | None) -> OptimizerFacts | None:
+        """Which optimizer steps a parameter, without moments; None: the only one there is.
+
+        Of several groups, only the options that agree.
+        """
+        found = []
+        for plan in tuple(self._plans.values()):
+            optimizer = plan.optimizer()
+            stepped = self._stepped(optimizer) if optimizer is not None else ()
+            groups = [group for of, group, _ in stepped if place is None or of is place]
+            if optimizer is not None and groups:
+                same = {k: v for k, v in groups[0].items() if all(g.get(k) is v for g in groups)}
+                found.append(_facts(optimizer, same, []))
+        return found[0] if len(found) == 1 else None
+
     def _stepped(
         self, optimizer: Optimizer
     ) -> Iterator[tuple[ParameterPlace, dict[str, Any], torch.Tensor]]:
