@@ -593,9 +593,9 @@ def enable(  # noqa: PLR0913 - options by name
         max_overhead: share of a step's time, such as 0.02, that hooks may take on the host, and
             scans on the device.
             Parameters, buffers and moments are then scanned in some steps only, and if that is not
-            enough, module outputs by turns; the loss, gradients, and outputs of the outermost
-            modules and of those right inside them in every step. After a fault the next steps are
-            scanned in full. `coverage` tells what is thinned out.
+            enough, module outputs and their gradients by turns; the loss, gradients of parameters,
+            and outputs of the outermost modules and of those right inside them in every step. After
+            a fault the next steps are scanned in full. `coverage` tells what is thinned out.
         skip_step: an optimizer does not take a step in which a gradient that it is about to use is
             non-finite: parameters and state stay bit for bit as if `step()` had not been called,
             and gradients as they are. All else goes on: the closure's loss is returned, a scheduler
