@@ -468,7 +468,9 @@ class Monitor:
                 + ("" if saved else 'with enable(..., save="bad/") in the next run: ')
                 + f"nanscan.replay({str(path)!r}, model, step_fn)"
             )
-        text = f"nanscan: {finding}"
+        text = f"nanscan: why {finding.site} went bad in step {finding.step}: {location}"
+        if finding.replay:
+            text += f"\n  replay    {finding.replay}"
         if callable(self._action):
             self._action(finding)
         elif self._action == "log":
