@@ -212,7 +212,10 @@ class Locating:
             self._types[place] = type(module).__name__
         modules.append((place or caller, recomputed))
 
-    def _module_ended(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def _module_ended(
+        self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None
+    ) -> None:
+        """Is also called, without an output, where a module raised: a checkpoint stops so."""
         modules = self._trace.thread.modules
         if modules:
             _, recomputed = modules.pop()
@@ -275,7 +278,10 @@ class Locating:
         made = [e for (_, n), e in self._trace.forward.items() if n == number]
         likely = name.rpartition("::")[2].partition("Backward")[0].lower()
         made.sort(key=lambda e: likely != e.info.name.split(".")[1].replace("_", ""))
-        return made[0] if made else None
+        forward = made[0] if made else None
+        if forward is None or forward.node in (None, event.node):
+            return forward
+        return self._forward_of(forward) or forward  # of a double backward
 
     def _consumers(self, forward: Event | None) -> list[str]:
         if forward is None:

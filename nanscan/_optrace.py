@@ -14,14 +14,13 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscan import _C
 from nanscan._scan import Record, scan_anywhere
 from nanscan._sites import ModulePlace
 from nanscan._tensors import Unscannable, plain_parts
-from nanscan._userframe import user_frame
+from nanscan._userframe import user_frame, user_frame_in_backward
 
 _scan_once = _C.scan_once
 _node = torch._C._current_autograd_node  # noqa: SLF001 - no public spelling
@@ -417,22 +416,26 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_place(self, event: Event) -> None:
         thread = self.thread
-        if thread.optimizer is not None and not thread.modules and _node() is None:
+        node = _node()
+        if thread.optimizer is not None and not thread.modules and node is None:
             event.in_optimizer = True
             event.code, event.line = thread.optimizer
             return
         if thread.modules:
             event.place, event.recomputed = thread.modules[-1]
         event.thread = threading.get_ident()
-        node = None if event.recomputed else _node()
-        if node is None:
-            self.forward.setdefault((event.thread, _sequence_number() - 1), event)
+        here = sys._getframe(2)  # noqa: SLF001 - on a path where inspect is too slow
+        if node is None or event.recomputed:
+            frame = user_frame(here)
         else:
+            frame, event.recomputed = user_frame_in_backward(here)
+        if node is not None and not event.recomputed:
             event.node = node.name(), node._sequence_nr()  # noqa: SLF001 - no public spelling
             event.outputs = self._outputs_of(node)
-            if not isinstance(node, BackwardCFunction):
-                return
-        frame = user_frame(sys._getframe(2))  # noqa: SLF001 - on a path where inspect is too slow
+            if frame is None and event.node[0].endswith("AccumulateGrad"):  # of no forward line
+                frame = user_frame(here)
+        if event.node is None or torch.is_grad_enabled():
+            self.forward.setdefault((event.thread, _sequence_number() - 1), event)
         if frame is not None:
             event.code, event.line = frame.f_code, frame.f_lineno
 
