@@ -47,6 +47,7 @@ _logger = logging.getLogger("nanscan")
 
 _MAX_EVENTS = 20_000  # of one step, before it is settled in parts
 _MAX_FORWARD = 100_000  # ops whose backward may still come
+_A_NODE = "an autograd node returned it"
 _SIMPLE = (int, float, bool, str, type(None))
 
 _HOW: dict[Kind, str] = {
@@ -77,11 +78,11 @@ class Locating:
         self.location: Location | None = None
         self._registry = registry or Registry(None, lambda _name, _module: True)
         self._on_located = on_located
-        self._trace = OpTrace(self._ran)
+        self._trace = OpTrace(self._ran, self._node_returned)
         self._trace.step = step
         self._blame = Blame()
         self._events: list[Event] = []  # of this step
-        # For scans on a device: ops, and what counts.
+        # For scans on a device: ops, what nodes returned, and what counts.
         self._waiting: deque[Event | tuple[list[Value | None], str]] = deque()
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # by id, that may get gradients
         self._types: dict[ModulePlace, str] = {}
@@ -142,6 +143,8 @@ class Locating:
             item = self._waiting.popleft()
             if isinstance(item, Event):
                 self._judge(item, None)
+            elif item[1] == _A_NODE:
+                self._blame.returned(item[0])
             else:
                 self._blame.reached(*item)
         for reference in self._leaves.values():
@@ -184,6 +187,12 @@ class Locating:
             self._judge(event, operands)
         if len(self._events) >= _MAX_EVENTS:
             self.settle()
+
+    def _node_returned(self, outputs: list[Value | None]) -> None:
+        if self._waiting:
+            self._waiting.append((outputs, _A_NODE))
+        else:
+            self._blame.returned(outputs)
 
     def _judge(self, event: Event, operands: list[torch.Tensor] | None) -> None:
         self._blame.judge(event, operands)
