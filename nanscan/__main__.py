@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import runpy
 import sys
@@ -105,15 +106,19 @@ class _Located(BaseException):
 
 def _locate(options: argparse.Namespace) -> int:
     """Runs a script op by op. Exit status 1: a non-finite value was made, and is told."""
+    is_running = True
 
     def stop(location: Location) -> None:
         print(f"nanscan: {location}", file=sys.stderr)  # noqa: T201
-        raise _Located
+        if is_running:  # else it has ended, perhaps by an error of its own
+            raise _Located
 
-    try:
-        with Locating(on_located=stop):
+    with contextlib.suppress(_Located), Locating(on_located=stop) as search:
+        try:
             _execute(options)
-    except _Located:
+        finally:
+            is_running = False
+    if search.location is not None:
         return 1
     print("nanscan: no op made a non-finite value that led anywhere", file=sys.stderr)  # noqa: T201
     return 0

@@ -52,8 +52,10 @@ class Taint:
 
     def blame(self, *, consequence: Event | None = None, reached: str = "") -> None:
         """It is a fault, unless it is a mask, or stays inside of a node."""
-        if self.kind != "mask" and not self.blamed:
-            self.consequence = self.consequence or consequence
+        if self.kind == "mask":
+            return
+        self.consequence = self.consequence or consequence
+        if not self.blamed:
             self.reached = reached
             self.blamed = not self.is_inner
 

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from nanscan._diagnose import causes
+from nanscan._diagnose import causes, unlikely
 from nanscan._drill import Drill
 from nanscan._errors import NonFiniteError, NonFiniteWarning
+from nanscan._facts import Facts
 from nanscan._filters import Filter, Ignore, ignores, wants
 from nanscan._hooks import Hooks
 from nanscan._judge import FAULTS, Finding, Judge, Judged
@@ -107,7 +108,8 @@ class Monitor:
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
-        self._skips: dict[int, int] = {}  # by id(optimizer): steps in a row that were skipped
+        # By id(optimizer): steps in a row that were skipped, and the scale in the first of them.
+        self._skips: dict[int, tuple[int, float]] = {}
         self._pending: deque[Snapshot | Sweep] = deque()  # oldest first; they arrive in order
         self._judged_ticket = 0
         # Outermost modules whose forward with gradients ended since the last step did.
@@ -400,9 +402,10 @@ class Monitor:
         if not bool(outcome.skipped):
             self._skips.pop(outcome.optimizer, None)
             return
-        snapshot.skips = self._skips.get(outcome.optimizer, 0) + 1
-        self._skips[outcome.optimizer] = snapshot.skips
         snapshot.scale = float(outcome.scale)
+        count, first = self._skips.get(outcome.optimizer, (0, snapshot.scale))
+        snapshot.skips, snapshot.first_scale = count + 1, first
+        self._skips[outcome.optimizer] = snapshot.skips, first
 
     def _conclude(
         self,
@@ -410,18 +413,19 @@ class Monitor:
         snapshot: Snapshot,
         optimizer: Optimizer | None,
     ) -> None:
-        facts = snapshot.facts
+        moments = snapshot.facts
         self._judged_ticket = self._table.last_ticket
         for item in judged[:_MAX_EXPLAINED]:
             place = item.node.place
-            if item.node.kind == "param" and isinstance(place, ParameterPlace):
-                if optimizer is not None and place not in facts:
-                    facts |= self._hooks.facts(optimizer, place)
-                self._add_given(item, facts.get(place))
+            if item.node.kind in ("param", "state") and isinstance(place, ParameterPlace):
+                if optimizer is not None and place not in moments:
+                    moments |= self._hooks.facts(optimizer, place)
+                if item.node.kind == "param":
+                    self._add_given(item, moments.get(place))
+        facts = Facts(snapshot, self._table, self._registry, self._hooks.optimizer_of)
         for item in judged:
-            place = item.node.place
-            known = facts.get(place) if isinstance(place, ParameterPlace) else None
-            item.finding.causes = causes(item, known)
+            item.finding.causes = causes(item, facts)
+            item.finding.unlikely = unlikely(item, facts)
         new = [item.finding for item in judged]
         faults = [finding for finding in new if finding.verdict in FAULTS]
         if faults:
@@ -589,9 +593,9 @@ def enable(  # noqa: PLR0913 - options by name
         max_overhead: share of a step's time, such as 0.02, that hooks may take on the host, and
             scans on the device.
             Parameters, buffers and moments are then scanned in some steps only, and if that is not
-            enough, module outputs by turns; the loss, gradients, and outputs of the outermost
-            modules and of those right inside them in every step. After a fault the next steps are
-            scanned in full. `coverage` tells what is thinned out.
+            enough, module outputs and their gradients by turns; the loss, gradients of parameters,
+            and outputs of the outermost modules and of those right inside them in every step. After
+            a fault the next steps are scanned in full. `coverage` tells what is thinned out.
         skip_step: an optimizer does not take a step in which a gradient that it is about to use is
             non-finite: parameters and state stay bit for bit as if `step()` had not been called,
             and gradients as they are. All else goes on: the closure's loss is returned, a scheduler

@@ -49,6 +49,8 @@ def report(finding: Finding) -> str:
         lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
     if not finding.causes and finding.verdict == "origin":
         lines += _block("cause", ["no likely cause found"])
+    for suspicion in finding.unlikely:
+        lines += _block("unlikely", [suspicion])
     lines += _block("also bad", _affected(finding.affected))
     lines += _block("replay", [finding.replay] if finding.replay else [])
     if finding.location is not None:
@@ -162,7 +164,7 @@ def _numbers(operand: Operand) -> str:
 def _block(label: str, texts: list[str]) -> list[str]:
     lines: list[str] = []
     for text in texts:
-        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2) or [""]
+        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2, break_on_hyphens=False) or [""]
         for line in wrapped:
             lines.append(
                 f"  {label if not lines else '':<{_LABEL}}{line}".rstrip().replace("\xa0", " ")
