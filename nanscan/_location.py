@@ -117,7 +117,7 @@ class Location:
     @property
     def module(self) -> str:
         """Qualified name of the module it ran in; in backward, that of the forward op."""
-        return self._source.module
+        return self.at.module or ("" if self.forward is None else self.forward.module)
 
     @property
     def file(self) -> str:
