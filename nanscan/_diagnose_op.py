@@ -136,12 +136,13 @@ def _fully_masked_rows(location: Location) -> Cause | None:
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
     size = math.prod(given.shape[int(d)] for d in dims) if given.shape else 1
     made = c.results[0].stats if c.results else None
-    bad = made.nonfinite_count if made is not None else 0
-    rows = bad if c.function == "logsumexp" else bad // size
-    whole = c.function == "logsumexp" or bad % size == 0
-    if given.stats.nan_count or given.stats.posinf_count or not rows or not whole:
+    if made is None or given.stats.nan_count or given.stats.posinf_count:
         return None
-    if given.stats.neginf_count < rows * size:
+    if c.function == "logsumexp":
+        rows, rest = made.neginf_count, 0
+    else:
+        rows, rest = divmod(made.nan_count, size)
+    if not rows or rest or given.stats.neginf_count < rows * size:
         return None
     return Cause(
         f"{_plural(rows, 'row')} of the softmax {'is' if rows == 1 else 'are'} fully masked",
@@ -280,8 +281,8 @@ def _ctc_target_too_long(location: Location) -> Cause | None:
         lengths = f", such as one of {short[0][0]} frames for {short[0][1]} labels" if short else ""
     return Cause(
         "CTC: a target is longer than its input, which no alignment can give",
-        f"the loss is Inf in {made.posinf_count:,} of {made.numel:,} samples{lengths}; equal labels "
-        "side by side need a frame more",
+        f"the loss is Inf in {made.posinf_count:,} of {made.numel:,} samples{lengths}; between "
+        "equal labels it takes a frame more",
         "drop such samples, or F.ctc_loss(..., zero_infinity=True)",
     )
 
@@ -333,7 +334,9 @@ def _zero_variance(location: Location) -> Cause | None:
         evidence = f"running_var goes down to {running.min:g}, eps is {eps:g}"
     else:
         given = c.tensors["input"]
-        inverse = [r.stats for r in c.results if r.shape != given.shape and r.stats is not None]
+        # Mean and reciprocal deviation follow the output; running statistics come before it.
+        output = next((i for i, r in enumerate(c.results) if r.shape == given.shape), 0)
+        inverse = [r.stats for r in c.results[output + 1 :] if r.stats is not None]
         infinite = max((stats.posinf_count for stats in inverse), default=0)
         if not infinite:
             return None
@@ -362,10 +365,7 @@ def _denominator_zero(location: Location) -> Cause | None:
     dtype = _name(below.dtype)
     return Cause(
         f"the optimizer's eps is 0 in {dtype}: the update divides by sqrt(0) + 0",
-        f"its denominator holds {held}; the smallest {dtype} is {_smallest(below.dtype):.1e}"
-        + (
-            f"; the parameter is {_named_parameter(location)}" if _named_parameter(location) else ""
-        ),
+        f"its denominator holds {held}; the smallest {dtype} is {_smallest(below.dtype):.1e}",
         "Adam(..., eps=1e-4), or keep parameters in float32 and use torch.autocast",
     )
 
@@ -421,11 +421,6 @@ def _update_overflow(location: Location) -> Cause | None:
     )
 
 
-def _named_parameter(location: Location) -> str:
-    what = next((o.what for o in location.operands if o.name.startswith("self")), "")
-    return "" if what.startswith("aten.") else what
-
-
 # Outside of a function's domain -------------------------------------------------------------------
 
 
@@ -447,8 +442,8 @@ def _undefined_derivative(location: Location) -> Cause | None:
     if masked and _has_zero_times_inf(location):
         return Cause(
             f"{masked} does not stop 0 * Inf = NaN in the backward of {function}",
-            f"{'; '.join(evidence)}; of its result {masked} takes a part, so the gradient of the "
-            f"rest is 0{_zero_gradients(location)}",
+            f"{'; '.join(evidence)}; where {masked} drops its result the gradient is 0"
+            f"{_zero_gradients(location)}",
             _where_remedy(found, location),
         )
     return Cause(
@@ -481,7 +476,7 @@ def _masked_by(location: Location) -> str:
     selects = next((name for name in functions if name in _SELECTS), "")
     if selects:
         return "indexing" if selects.startswith("index") else f"torch.{selects}"
-    return "multiplication by a mask" if "mul" in functions else ""
+    return "multiplication by 0" if "mul" in functions else ""
 
 
 def _has_zero_times_inf(location: Location) -> bool:
@@ -491,12 +486,10 @@ def _has_zero_times_inf(location: Location) -> bool:
 
 
 def _zero_gradients(location: Location) -> str:
-    """In brackets: the zeros of the gradient that came in, where it is an operand."""
-    for op in (location.at, location.consequence):
-        given = op.operands[0] if op is not None and op.operands else None
-        if given is not None and (held := zeros(given)):
-            return f" ({held})"
-    return ""
+    """In brackets: the zeros of the gradient that came in, which the op that made NaN took."""
+    op = location.consequence or location.at
+    held = zeros(op.operands[0]) if op.operands else ""
+    return f" ({held})" if held else ""
 
 
 def _where_remedy(found: Domain, location: Location) -> str:
@@ -725,7 +718,8 @@ def _overflows(c: Call) -> bool:
 
 
 def _given_bad(c: Call) -> bool:
-    return any(map(is_bad, c.tensors.values()))
+    numbers = (x for x in c.settings.values() if isinstance(x, float))
+    return any(map(is_bad, c.tensors.values())) or not all(map(math.isfinite, numbers))
 
 
 def _made(c: Call) -> Operand:
@@ -800,8 +794,7 @@ def _no_bad_data(location: Location) -> str:
 def _no_division_by_zero(location: Location) -> str:
     c = call(location.at)
     name = {"div": "other", "addcdiv": "tensor2"}.get(c.function, "")
-    stats, least = c.stats(name), c.smallest(name)
-    if stats is None or least is None:
+    if (least := c.smallest(name)) is None:
         return ""
     return f"division by zero: unlikely because the smallest magnitude of {name} is {least:.3g}"
 

@@ -186,8 +186,11 @@ def _scan(c: Call) -> float | None:
 
 
 def _power(c: Call) -> float | None:
+    """Of a power that is not singular: `domain` knows those."""
     a, exponent = c.absmax("self"), c.number("exponent")
-    # A singular power is no overflow; `domain` knows it.
+    base, exponents = c.stats("self"), c.stats("exponent")
+    if base is not None and base.min is not None and base.min >= 0 and exponents is not None:
+        exponent = exponents.max if (exponents.min or 0) >= 0 else None
     return None if a is None or exponent is None or exponent < 0 else a**exponent
 
 
@@ -278,7 +281,7 @@ def _squared_difference(c: Call) -> float | None:
 
 
 _ADDS_SELF = ("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation")
-PRODUCTS = ("mm", "bmm", "mv", "dot", "linear", "mkldnn_linear", *_ADDS_SELF)
+PRODUCTS: tuple[str, ...] = ("mm", "bmm", "mv", "dot", "linear", "mkldnn_linear", *_ADDS_SELF)
 PRODUCTS += ("convolution", "cudnn_convolution", "mkldnn_convolution")
 
 _BOUNDS: dict[str, Callable[[Call], float | None]] = {
