@@ -121,6 +121,8 @@ class Blame:
         taint = _gravest(handed)
         if taint.kind == "raw" and taint.consequence is None:
             taint.consequence = event
+        if taint.kind == "outside" and taint.event.info.is_view:
+            taint.event = event  # who computes with it says more than who looks at it
         if not nan or any(_counts(value)[0] for value in handed):
             return taint
         if taint.kind == "mask":

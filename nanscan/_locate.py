@@ -25,6 +25,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from nanscan import _C, _patches
 from nanscan._blame import Blame, Kind, Taint
@@ -53,6 +58,9 @@ _HOW: dict[Kind, str] = {
 }
 
 
+_entered: weakref.WeakSet[Locating] = weakref.WeakSet()
+
+
 class Locating:
     """A search, op by op, made by `locating`.
 
@@ -64,17 +72,20 @@ class Locating:
         self,
         registry: Registry | None = None,
         on_located: Callable[[Location], None] | None = None,
+        step: int = 0,
     ) -> None:
         self.location: Location | None = None
         self._registry = registry or Registry(None, lambda _name, _module: True)
         self._on_located = on_located
         self._trace = OpTrace(self._ran)
+        self._trace.step = step
         self._blame = Blame()
         self._events: list[Event] = []  # of this step
         # For scans on a device: ops, and what counts.
         self._waiting: deque[Event | tuple[list[Value | None], str]] = deque()
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # by id, that may get gradients
         self._types: dict[ModulePlace, str] = {}
+        self._is_after_backward = False
         self._stepped: weakref.ref[Optimizer] | None = None
         self._handles: list[Any] = []
         self._eagerly = contextlib.ExitStack()
@@ -92,13 +103,15 @@ class Locating:
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
         _patches.listen(self)
+        _entered.add(self)
         self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         self._trace.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         """Ends that."""
-        self._trace.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._leave()
+        _entered.discard(self)
         self._eagerly.close()
         _patches.forget(self)
         for handle in self._handles:
@@ -106,6 +119,19 @@ class Locating:
             _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one
         self._handles.clear()
         self.settle()
+
+    def _leave(self) -> None:
+        """Leaves the stack of modes of this thread; one that the user entered may lie above."""
+        above = []
+        stack = _get_current_dispatch_mode_stack()
+        if not any(mode is self._trace for mode in stack):  # it is another thread's
+            self._trace.is_idle = True
+            return
+        while stack.pop() is not self._trace:
+            above.append(_pop_mode())
+        self._trace.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def settle(self) -> None:
         """Judges all that ran so far, as the end of a step.
@@ -133,6 +159,10 @@ class Locating:
         self._events.clear()
         self._trace.settle(_MAX_FORWARD)
         self._leaves = {k: ref for k, ref in self._leaves.items() if ref() is not None}
+
+    def silence(self) -> None:
+        """Ops run as usual from now on."""
+        self._trace.is_idle = True
 
     def returned(self, values: Any) -> None:
         """What the code returned counts."""
@@ -173,6 +203,9 @@ class Locating:
 
     def _module_begins(self, module: nn.Module, _args: Any) -> None:
         modules = self._trace.thread.modules
+        if not modules and self._is_after_backward and not OpTrace.is_in_backward():
+            self._is_after_backward = False
+            self.settle()  # a loop without an optimizer of torch
         caller, recomputed = modules[-1] if modules else (None, OpTrace.is_in_backward())
         place = self._registry.places.get(id(module)) or self._registry.discover(module, caller)
         if place is not None:
@@ -185,6 +218,8 @@ class Locating:
             _, recomputed = modules.pop()
             if not modules and not recomputed:
                 self._reached(output, "what the model returned")
+                if not torch.is_grad_enabled():
+                    self.settle()
 
     def _optimizer_begins(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         frame = user_frame(sys._getframe(1))  # noqa: SLF001 - where inspect is too slow
@@ -192,6 +227,7 @@ class Locating:
 
     def _optimizer_ended(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._trace.thread.optimizer = None
+        self._is_after_backward = False
         self._stepped = weakref.ref(optimizer)
         self.settle()
         self._trace.step += 1
@@ -199,6 +235,7 @@ class Locating:
     def backward_begins(self, tensors: Any) -> None:
         """The loss counts."""
         self._reached(tensors, "the loss")
+        self._is_after_backward = True
 
     def clipping_begins(self, parameters: list[torch.Tensor]) -> None:
         """Is seen op by op."""
@@ -308,6 +345,16 @@ class Locating:
                 if tensor is moment:
                     return f"{key} of {name}"
         return ""
+
+
+def _after_fork() -> None:
+    """A worker of a DataLoader is no part of the search."""
+    for search in _entered:
+        search.silence()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _direction(event: Event) -> Direction:

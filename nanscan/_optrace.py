@@ -132,7 +132,7 @@ class Value:
     Attributes:
         ref: the tensor, weakly.
         address: of its data.
-        versions: of it, while this holds; two, as torch counts a write after the op is over.
+        versions: of it, while this holds; several, as torch counts a write after the op is over.
         row: a scan, done or under way; None: not floating point, or not scanned.
         moments: a second scan, with moments.
         maker: the op that made it; None: it came from outside, or was written through a view.
@@ -160,7 +160,7 @@ class Value:
     def __init__(self, tensor: torch.Tensor, maker: Event | None, row: Any) -> None:
         self.ref = weakref.ref(tensor)
         version, self.address = _state(tensor)
-        self.versions = version, version
+        self.versions: tuple[int, ...] = (version, version)
         self.row: Record | _C.PendingScan | None = row
         self.moments: Record | _C.PendingScan | None = row if tensor.is_cuda else None
         self.maker = maker
@@ -408,6 +408,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = Value(x, base.maker, row)
             value.raw, value.taint, value.is_rewritten = base.raw, base.taint, base.is_rewritten
             value.base = base.base or base
+            value.versions += base.versions  # torch makes them share a count when the op is over
         else:
             value = Value(x, event, _scan(x))
         return value

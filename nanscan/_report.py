@@ -49,7 +49,13 @@ def report(finding: Finding) -> str:
         lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
     if not finding.causes and finding.verdict == "origin":
         lines += _block("cause", ["no likely cause found"])
+    for suspicion in finding.unlikely:
+        lines += _block("unlikely", [suspicion])
     lines += _block("also bad", _affected(finding.affected))
+    lines += _block("replay", [finding.replay] if finding.replay else [])
+    if finding.location is not None:
+        lines += _block("located", [f"op by op, in step {finding.location.step}:"])
+        lines += [f"    {line}" for line in str(finding.location).splitlines()]
     return "\n".join(lines)
 
 
@@ -62,6 +68,7 @@ def located(location: Location) -> str:
     if location.forward is not None and source is not location.forward:
         lines += _block("made at", [_line(location.forward)])
     lines += _table("took", location.at.operands)
+    lines += _block("with", _settings(location.at))
     lines += _table("made", location.at.results)
     if location.forward is not None:
         lines += _table("forward", location.forward.operands)
@@ -86,11 +93,17 @@ def _headline(location: Location) -> str:
         where = f" in {location.node}{output}: backward of {_op_of(location)}{module}"
     if location.recomputed:
         where += " (recomputed for a checkpoint)"
-    how = location.how
-    if location.reached:
+    how, what = location.how, "made non-finite values"
+    if location.verdict == "propagated":
+        names = [
+            o.what or o.name
+            for o in location.at.operands
+            if o.stats is not None and not o.stats.is_finite
+        ]
+        what = f"read non-finite values of {', '.join(names)}"
+    elif location.reached:
         how += f"; it reached {location.reached}"
-    verb = "made" if location.verdict == "origin" else "read"
-    return f"{location.op} {verb} non-finite values{where}, step {location.step} ({how})"
+    return f"{location.op} {what}{where}, step {location.step} ({how})"
 
 
 def _op_of(location: Location) -> str:
@@ -104,6 +117,12 @@ def _line(op: Op) -> str:
         path = path.relative_to(Path.cwd())
     code = op.code
     return f"{path}:{op.line} in {op.function}" + (f": {code}" if code else "")
+
+
+def _settings(op: Op) -> list[str]:
+    """Arguments that are no tensors; those that are not set aside."""
+    shown = {k: x for k, x in op.settings.items() if x is not None and x is not False and x != []}
+    return [", ".join(f"{name}={x!r}" for name, x in shown.items())] if shown else []
 
 
 def _table(label: str, operands: list[Operand]) -> list[str]:
@@ -145,7 +164,7 @@ def _numbers(operand: Operand) -> str:
 def _block(label: str, texts: list[str]) -> list[str]:
     lines: list[str] = []
     for text in texts:
-        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2) or [""]
+        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2, break_on_hyphens=False) or [""]
         for line in wrapped:
             lines.append(
                 f"  {label if not lines else '':<{_LABEL}}{line}".rstrip().replace("\xa0", " ")

@@ -71,6 +71,7 @@ class Snapshot:
         skips: steps of that optimizer that a GradScaler skipped, this one and those before without
             one that it let pass; 0: it let this one pass.
         scale: the GradScaler's then.
+        first_scale: what it was in the first of those steps.
         turn: what was scanned.
         facts: what explains parameters that went bad in the step, by their places.
         calls: what is kept of the calls of outermost modules in the step.
@@ -88,6 +89,7 @@ class Snapshot:
     outcome: Outcome | None = None
     skips: int = 0
     scale: float = math.nan
+    first_scale: float = math.nan
     turn: Turn = FULL
     facts: dict[ParameterPlace, OptimizerFacts] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
@@ -255,12 +257,11 @@ class Table:
         self.core.merge(row, record.tobytes(), dtype, tuple(tensor.shape))
 
     def _next_slot(self, step: int, count: int) -> tuple[Rows, npt.NDArray[np.uint64]]:
-        """The place of the history for a step, of `count` rows."""
+        """The place of the history for a step, of `count` rows: never fewer than it had before."""
         self._reserve(count)
         slot = self._taken % len(self._steps)
         self._taken += 1
         self._steps[slot] = step
-        self._rows[slot, count:], self._order[slot, count:] = np.zeros((), ROW), 0
         return self._rows[slot, :count], self._order[slot, :count]
 
     def _reserve(self, count: int) -> None:
@@ -280,13 +281,9 @@ class Table:
 
     def history(self, row: int) -> dict[str, npt.NDArray[Any]]:
         """The kept steps in which a row was scanned, oldest first, as arrays of one length."""
-        slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
-        slots = slots[self._steps[slots] >= 0]
-        if row >= self._rows.shape[1]:  # its first step is not over yet
-            slots = slots[:0]
-        rows = self._rows[slots, row] if len(slots) else np.zeros(0, ROW)
-        used = rows["calls"] > 0
-        rows, steps = rows[used], self._steps[slots][used]
+        steps, kept = self.kept([row])
+        used = kept[:, 0]["calls"] > 0
+        rows, steps = kept[used, 0], steps[used]
         return {
             "step": steps,
             "calls": rows["calls"],
@@ -297,6 +294,16 @@ class Table:
             "max": finite_max(rows),
             "absmax": absmax(rows),
         }
+
+    def kept(self, rows: list[int]) -> tuple[npt.NDArray[np.int64], Rows]:
+        """The kept steps, oldest first, and records `[steps, rows]`; zeros where not scanned."""
+        slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
+        slots = slots[self._steps[slots] >= 0]
+        records = np.zeros((len(slots), len(rows)), ROW)
+        for column, row in enumerate(rows):
+            if row < self._rows.shape[1]:  # else its first step is not over yet
+                records[:, column] = self._rows[slots, row]
+        return self._steps[slots], records
 
     @property
     def nbytes(self) -> int:
