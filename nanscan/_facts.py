@@ -229,3 +229,9 @@ def number(value: float) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """Without the name of torch."""
     return str(dtype).removeprefix("torch.")
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Smallest positive value of a dtype, a subnormal."""
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal) * float(info.eps)
