@@ -422,7 +422,7 @@ class Monitor:
                     moments |= self._hooks.facts(optimizer, place)
                 if item.node.kind == "param":
                     self._add_given(item, moments.get(place))
-        facts = Facts(snapshot, self._table, self._registry, self._hooks.optimizer_of)
+        facts = Facts(snapshot, self._table, self._registry, self._hooks.optimizers)
         for item in judged:
             item.finding.causes = causes(item, facts)
             item.finding.unlikely = unlikely(item, facts)

@@ -49,8 +49,7 @@ def report(finding: Finding) -> str:
         lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
     if not finding.causes and finding.verdict == "origin":
         lines += _block("cause", ["no likely cause found"])
-    for suspicion in finding.unlikely:
-        lines += _block("unlikely", [suspicion])
+    lines += _block("unlikely", finding.unlikely)
     lines += _block("also bad", _affected(finding.affected))
     lines += _block("replay", [finding.replay] if finding.replay else [])
     if finding.location is not None:
