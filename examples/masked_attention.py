@@ -1,4 +1,4 @@
-"""A sample that is all padding: its scores are all -Inf. The loss is finite, the gradients are NaN."""
+"""A sample that is all padding has no finite score. The loss is finite, the gradients are NaN."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A residual net under float16 autocast: one branch outgrows the other until their sum overflows."""
+"""A residual net under float16 autocast: one branch outgrows the other, and the sum overflows."""
 
 import torch
 from torch import nn

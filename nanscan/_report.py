@@ -66,11 +66,11 @@ def located(location: Location) -> str:
     lines += _block(label, [_line(source)] if source.file else ["no line of user code"])
     if location.forward is not None and source is not location.forward:
         lines += _block("made at", [_line(location.forward)])
-    lines += _table("took", location.at.operands)
     lines += _block("with", _settings(location.at))
-    lines += _table("made", location.at.results)
-    if location.forward is not None:
-        lines += _table("forward", location.forward.operands)
+    forward = [] if location.forward is None else location.forward.operands
+    lines += _tables(
+        {"took": location.at.operands, "made": location.at.results, "forward": forward}
+    )
     if location.consequence is not None:
         what = "read by" if location.at.results[0].stats is None else "NaN at"
         line = f", {_line(location.consequence)}" if location.consequence.file else ""
@@ -126,26 +126,28 @@ def _settings(op: Op) -> list[str]:
     return [", ".join(f"{name}={x!r}" for name, x in shown.items())] if shown else []
 
 
-def _table(label: str, operands: list[Operand]) -> list[str]:
-    """Operands, one line each, not wrapped."""
-    shown = operands[:_OPERANDS]
-    names = [f"{o.name} ({o.what})" if o.what else o.name for o in shown]
-    width = max((len(name) for name in names), default=0)
-    lines = [
-        f"  {'' if number else label:<{_LABEL}}{name:<{width}}  {_numbers(operand)}"
-        for number, (name, operand) in enumerate(zip(names, shown, strict=True))
-    ]
-    if len(operands) > len(shown):
-        lines += _block("", [f"and {len(operands) - len(shown)} more"])
+def _tables(tables: dict[str, list[Operand]]) -> list[str]:
+    """Operands under labels, one line each, in columns that all tables share, not wrapped."""
+    cells = {label: [_cells(o) for o in shown[:_OPERANDS]] for label, shown in tables.items()}
+    every = [row for rows in cells.values() for row in rows]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    lines = []
+    for label, rows in cells.items():
+        for number, row in enumerate(rows):
+            padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True) if width)
+            lines.append(f"  {'' if number else label:<{_LABEL}}{'  '.join(padded)}".rstrip())
+        if len(tables[label]) > len(rows):
+            lines += _block("", [f"and {len(tables[label]) - len(rows)} more"])
     return lines
 
 
-def _numbers(operand: Operand) -> str:
+def _cells(operand: Operand) -> list[str]:
+    """Name, dtype and shape, what is bad, five numbers, and what is known of it."""
     dtype, stats = str(operand.dtype).removeprefix("torch."), operand.stats
-    text = f"{dtype} {list(operand.shape)}"
+    row = [operand.name, f"{dtype} {list(operand.shape)}"]
     if stats is None:
-        return text
-    counts = [
+        return [*row, "", "", "", "", "", "", operand.what]
+    bad = ", ".join(
         f"{count:,} {name}"
         for count, name in (
             (stats.nan_count, "NaN"),
@@ -153,13 +155,13 @@ def _numbers(operand: Operand) -> str:
             (stats.neginf_count, "-Inf"),
         )
         if count
-    ]
+    )
     if stats.absmax is None:
-        return "  ".join([text, *counts, "no finite value" if stats.numel else "empty"])
-    values = [f"min {stats.min:.4g}", f"max {stats.max:.4g}", f"absmax {stats.absmax:.4g}"]
+        return [*row, bad, "no finite value" if stats.numel else "empty", *[""] * 4, operand.what]
+    values = [f"min {stats.min:.4g}", f"max {stats.max:.4g}", f"absmax {stats.absmax:.4g}", "", ""]
     if operand.has_moments:
-        values += [f"mean {stats.mean:.4g}", f"std {stats.std:.4g}"]
-    return "  ".join([text, *counts, *values])
+        values[3:] = [f"mean {stats.mean:.4g}", f"std {stats.std:.4g}"]
+    return [*row, bad, *values, operand.what]
 
 
 def _block(label: str, texts: list[str]) -> list[str]:
