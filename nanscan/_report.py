@@ -122,7 +122,12 @@ def _line(op: Op) -> str:
 
 def _settings(op: Op) -> list[str]:
     """Arguments that are no tensors; those that are not set aside."""
-    shown = {k: x for k, x in op.settings.items() if x is not None and x is not False and x != []}
+    plain = {"alpha": 1, "beta": 1}
+    shown = {
+        name: x
+        for name, x in op.settings.items()
+        if x is not None and x is not False and x != [] and plain.get(name) != x
+    }
     return [", ".join(f"{name}={x!r}" for name, x in shown.items())] if shown else []
 
 
