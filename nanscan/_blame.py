@@ -34,28 +34,36 @@ class Taint:
     Attributes:
         kind: what kind of reason.
         event: where it came up; of "raw": what made the memory.
+        is_inner: it came up inside an autograd node, which has not returned it (yet).
         blamed: it is a fault.
         consequence: the op that made NaN out of Inf; of "raw": the first that computed with it.
         reached: what it got to, in words.
     """
 
-    __slots__ = ("blamed", "consequence", "event", "kind", "reached")
+    __slots__ = ("blamed", "consequence", "event", "is_inner", "kind", "reached")
 
     def __init__(self, kind: Kind, event: Event) -> None:
         self.kind = kind
         self.event = event
-        self.blamed = kind == "made"
+        self.is_inner = event.is_inner and kind in ("made", "minus")
+        self.blamed = kind == "made" and not self.is_inner
         self.consequence: Event | None = None
         self.reached = ""
 
     def blame(self, *, consequence: Event | None = None, reached: str = "") -> None:
-        """It is a fault, unless it is a mask."""
+        """It is a fault, unless it is a mask, or stays inside of a node."""
         if self.kind == "mask":
             return
         self.consequence = self.consequence or consequence
         if not self.blamed:
-            self.blamed = True
             self.reached = reached
+            self.blamed = not self.is_inner
+
+    def leave_node(self) -> None:
+        """The node in which it came up returned it."""
+        if self.is_inner:
+            self.is_inner = False
+            self.blamed = self.kind == "made" or self.consequence is not None
 
 
 class Blame:
@@ -63,6 +71,7 @@ class Blame:
 
     def __init__(self) -> None:
         self._taints: list[Taint] = []
+        self._inner: list[Taint] = []  # of nodes that are running
 
     @property
     def first(self) -> Taint | None:
@@ -98,7 +107,18 @@ class Blame:
                 if value.taint is None and value.raw is not None:
                     value.taint = self._add("raw", value.raw)
                 if value.taint is not None:
+                    value.taint.leave_node()
                     value.taint.blame(reached=what)
+
+    def returned(self, outputs: list[Value | None]) -> None:
+        """An autograd node returned these gradients. What it made on the way there is forgotten."""
+        if not self._inner:
+            return
+        out = {id(value.taint) for value in outputs if value is not None and value.is_bad}
+        for taint in self._inner:
+            if taint.event.outputs is outputs and id(taint) in out:
+                taint.leave_node()
+        self._inner = [taint for taint in self._inner if taint.event.outputs is not outputs]
 
     def settle(self, events: list[Event]) -> None:
         """A step is over: forgets what its ops took, and what turned out to be no fault."""
@@ -113,6 +133,8 @@ class Blame:
         for value in handed:
             if value.taint is None:
                 value.taint = self._of_unknown(value, event)
+            elif value.taint.event.outputs is not event.outputs:
+                value.taint.leave_node()
         nan, posinf = (any(counts) for counts in list(zip(*map(_counts, bad), strict=True))[:2])
         if not handed:
             if any(_is_infinite(x) for x in event.settings.values()):
@@ -145,6 +167,8 @@ class Blame:
                 return taint
         taint = Taint(kind, event)
         self._taints.append(taint)
+        if taint.is_inner:
+            self._inner.append(taint)
         return taint
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanscan._facts import Facts, name_of, number, option, smallest
+from nanscan._facts import Facts, name_of, number, option, rounded, smallest
 from nanscan._judge import Cause, Judged
 from nanscan._tensors import rounds_to_zero
 
@@ -96,7 +96,7 @@ def update_too_large(judged: Judged, facts: Facts) -> Cause | None:
         f"{name_of(finding.dtype)}",
         f"lr times the gradient's absmax of {number(top)} is {number(lr * top)}; the largest "
         f"{name_of(finding.dtype)} is {limit:g}",
-        f"SGD(..., lr={0.01 / top:.1g}), with which an update is at most 0.01",
+        f"SGD(..., lr={rounded(0.01 / top)}), with which an update is at most 0.01",
     )
 
 

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import (
 
 from nanscan import _C, _patches
 from nanscan._blame import Blame, Kind, Taint
+from nanscan._diagnose_op import causes, refuted
 from nanscan._location import Direction, Location, Op, Operand
 from nanscan._optrace import Event, OpTrace, Value
 from nanscan._save import load_saved
@@ -47,6 +48,8 @@ _logger = logging.getLogger("nanscan")
 
 _MAX_EVENTS = 20_000  # of one step, before it is settled in parts
 _MAX_FORWARD = 100_000  # ops whose backward may still come
+_UNLIKELY = 2  # suspicions to refute
+_A_NODE = "an autograd node returned it"
 _SIMPLE = (int, float, bool, str, type(None))
 
 _HOW: dict[Kind, str] = {
@@ -77,11 +80,11 @@ class Locating:
         self.location: Location | None = None
         self._registry = registry or Registry(None, lambda _name, _module: True)
         self._on_located = on_located
-        self._trace = OpTrace(self._ran)
+        self._trace = OpTrace(self._ran, self._node_returned)
         self._trace.step = step
         self._blame = Blame()
         self._events: list[Event] = []  # of this step
-        # For scans on a device: ops, and what counts.
+        # For scans on a device: ops, what nodes returned, and what counts.
         self._waiting: deque[Event | tuple[list[Value | None], str]] = deque()
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # by id, that may get gradients
         self._types: dict[ModulePlace, str] = {}
@@ -142,6 +145,8 @@ class Locating:
             item = self._waiting.popleft()
             if isinstance(item, Event):
                 self._judge(item, None)
+            elif item[1] == _A_NODE:
+                self._blame.returned(item[0])
             else:
                 self._blame.reached(*item)
         for reference in self._leaves.values():
@@ -185,6 +190,12 @@ class Locating:
         if len(self._events) >= _MAX_EVENTS:
             self.settle()
 
+    def _node_returned(self, outputs: list[Value | None]) -> None:
+        if self._waiting:
+            self._waiting.append((outputs, _A_NODE))
+        else:
+            self._blame.returned(outputs)
+
     def _judge(self, event: Event, operands: list[torch.Tensor] | None) -> None:
         self._blame.judge(event, operands)
         for value in event.results:
@@ -212,7 +223,10 @@ class Locating:
             self._types[place] = type(module).__name__
         modules.append((place or caller, recomputed))
 
-    def _module_ended(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def _module_ended(
+        self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None
+    ) -> None:
+        """Is also called, without an output, where a module raised: a checkpoint stops so."""
         modules = self._trace.thread.modules
         if modules:
             _, recomputed = modules.pop()
@@ -252,7 +266,7 @@ class Locating:
         event = taint.event
         forward = self._forward_of(event)
         at = self._op(event)
-        return Location(
+        location = Location(
             at,
             "propagated" if taint.kind == "outside" else "origin",
             _HOW[taint.kind],
@@ -266,6 +280,9 @@ class Locating:
             recomputed=event.recomputed,
             step=event.step,
         )
+        location.causes = causes(location)
+        location.unlikely = refuted(location)[:_UNLIKELY]
+        return location
 
     def _forward_of(self, event: Event) -> Event | None:
         """The op whose backward this is. Numbers are a thread's own: the likeliest name decides."""
@@ -275,7 +292,10 @@ class Locating:
         made = [e for (_, n), e in self._trace.forward.items() if n == number]
         likely = name.rpartition("::")[2].partition("Backward")[0].lower()
         made.sort(key=lambda e: likely != e.info.name.split(".")[1].replace("_", ""))
-        return made[0] if made else None
+        forward = made[0] if made else None
+        if forward is None or forward.node in (None, event.node):
+            return forward
+        return self._forward_of(forward) or forward  # of a double backward
 
     def _consumers(self, forward: Event | None) -> list[str]:
         if forward is None:

@@ -14,18 +14,20 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscan import _C
 from nanscan._scan import Record, scan_anywhere
 from nanscan._sites import ModulePlace
 from nanscan._tensors import Unscannable, plain_parts
-from nanscan._userframe import user_frame
+from nanscan._userframe import user_frame, user_frame_in_backward
 
 _scan_once = _C.scan_once
 _node = torch._C._current_autograd_node  # noqa: SLF001 - no public spelling
 _sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - no public spelling
+_SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # by which autograd sums gradients
+_LEAF = "torch::autograd::AccumulateGrad"
 _CLEAN = bytes(24)  # the counts of a finite row
 _COUNTS = slice(8, 32)
 
@@ -204,13 +206,15 @@ class Event:
         node: name and sequence number of the autograd node that ran it.
         recomputed: it repeats a forward, for a checkpoint.
         in_optimizer: an optimizer ran it.
-        outputs: gradients that the node returned.
+        outputs: gradients that the node returned; None: it does not run in one, or after it.
+        is_inner: it is torch's own work in a node: what does not leave the node is no fault.
     """
 
     __slots__ = (
         "code",
         "in_optimizer",
         "info",
+        "is_inner",
         "line",
         "node",
         "number",
@@ -239,6 +243,7 @@ class Event:
         self.recomputed = False
         self.in_optimizer = False
         self.outputs: list[Value | None] | None = None
+        self.is_inner = False
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -255,7 +260,9 @@ class _Thread(threading.local):
     Attributes:
         modules: places that are running, and whether a backward called each.
         optimizer: code and line of the user's call of an optimizer's step, while that runs.
-        node: the autograd node that ran the latest op, until it is done, and what it returned.
+        node: the autograd node that ran the latest op, until it is done.
+        outputs: what it returned.
+        done: name and sequence number of the node that ran the latest op and is done.
     """
 
     def __init__(self) -> None:
@@ -263,6 +270,7 @@ class _Thread(threading.local):
         self.optimizer: tuple[CodeType | None, int] | None = None
         self.node: Any = None
         self.outputs: list[Value | None] = []
+        self.done: tuple[str, int] | None = None
 
 
 class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -271,9 +279,14 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         on_event: called after each op, with the event and the tensors of its operands. These are
             as they are after the op.
+        on_node: called with what an autograd node returned, where it ran ops.
     """
 
-    def __init__(self, on_event: Callable[[Event, list[torch.Tensor]], None]) -> None:
+    def __init__(
+        self,
+        on_event: Callable[[Event, list[torch.Tensor]], None],
+        on_node: Callable[[list[Value | None]], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_idle = False
         self.step = 0
@@ -282,6 +295,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
         self._values: dict[int, Value] = {}  # by id(tensor)
         self._on_event = on_event
+        self._on_node = on_node
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -417,39 +431,56 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_place(self, event: Event) -> None:
         thread = self.thread
-        if thread.optimizer is not None and not thread.modules and _node() is None:
+        node = _node()
+        if thread.optimizer is not None and not thread.modules and node is None:
             event.in_optimizer = True
             event.code, event.line = thread.optimizer
             return
         if thread.modules:
             event.place, event.recomputed = thread.modules[-1]
         event.thread = threading.get_ident()
-        node = None if event.recomputed else _node()
-        if node is None:
-            self.forward.setdefault((event.thread, _sequence_number() - 1), event)
+        here = sys._getframe(2)  # noqa: SLF001 - on a path where inspect is too slow
+        if node is None or event.recomputed:
+            frame = user_frame(here)
         else:
+            frame, event.recomputed = user_frame_in_backward(here)
+        if node is not None and not event.recomputed:
             event.node = node.name(), node._sequence_nr()  # noqa: SLF001 - no public spelling
-            event.outputs = self._outputs_of(node)
-            if not isinstance(node, BackwardCFunction):
-                return
-        frame = user_frame(sys._getframe(2))  # noqa: SLF001 - on a path where inspect is too slow
+            event.outputs = self._outputs_of(node, event)
+            event.is_inner = frame is None and event.outputs is not None
+            if frame is None and event.node[0] == _LEAF:  # it has no forward line, and no outputs
+                frame, event.is_inner = user_frame(here), False
+        else:
+            thread.done = None
+        if event.node is None or torch.is_grad_enabled():
+            self.forward.setdefault((event.thread, _sequence_number() - 1), event)
         if frame is not None:
             event.code, event.line = frame.f_code, frame.f_lineno
 
-    def _outputs_of(self, node: Any) -> list[Value | None]:
-        """What a node returns: filled in when it is done."""
-        thread = self.thread
+    def _outputs_of(self, node: Any, event: Event) -> list[Value | None] | None:
+        """What a node returns: filled in when it is done. None: it is, and gradients are summed."""
+        thread, name = self.thread, event.node
+        if thread.done == name:
+            return None
         if thread.node is not node:
+            if event.info.name in _SUMS:
+                return None
             outputs: list[Value | None] = []
 
             def done(gradients: Any, _: Any) -> None:
                 handle.remove()
-                thread.node = None
-                outputs.extend(None if g is None else self.value(g) for g in gradients)
+                thread.node, thread.done = None, name
+                outputs.extend(None if g is None else self._gradient(g) for g in gradients)
+                self._on_node(outputs)
 
             handle = node.register_hook(done)
-            thread.node, thread.outputs = node, outputs
+            thread.node, thread.outputs, thread.done = node, outputs, None
         return thread.outputs
+
+    def _gradient(self, gradient: torch.Tensor) -> Value:
+        while is_functorch_wrapped_tensor(gradient):
+            gradient = get_unwrapped(gradient)
+        return self.value(gradient) or self.read(gradient)
 
 
 def _named_tensors(argument: str, x: Any) -> tuple[tuple[str, torch.Tensor], ...]:
