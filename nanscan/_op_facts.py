@@ -114,7 +114,10 @@ def call(op: Op) -> Call:
 
 def _function(name: str) -> tuple[str, bool]:
     """Plain name of an op's function, and whether the op takes lists of tensors."""
-    plain = name.split(".")[1].removesuffix("_")
+    namespace, _, rest = name.partition(".")
+    if namespace != "aten":
+        return name, False
+    plain = rest.partition(".")[0].removesuffix("_")
     if plain.startswith("_foreach_"):
         return plain.removeprefix("_foreach_"), True
     return plain, plain.startswith("_fused_")

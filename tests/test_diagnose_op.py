@@ -718,6 +718,12 @@ def test_a_divisor_speaks_against_zero():
     assert "overflow" not in " ".join(lines)
 
 
+def test_an_op_of_another_library_is_not_taken_for_torchs():
+    location = locate(lambda: torch.zeros(2).log())
+    other = dataclasses.replace(location.at, name="mylib.log.default")
+    assert causes(dataclasses.replace(location, at=other)) == []
+
+
 def test_an_op_without_numbers_has_no_cause():
     location = locate(lambda: torch.linalg.inv_ex(torch.zeros(2, 2))[0])
     assert causes(location) == []
