@@ -29,6 +29,8 @@ template <>
 constexpr const char* kCapsule<Table> = "nanscan.Table";
 template <>
 constexpr const char* kCapsule<Calls> = "nanscan.Calls";
+template <>
+constexpr const char* kCapsule<Gradients::Hook> = "nanscan.GradientHook";
 
 template <typename T>
 T* self_of(PyObject* capsule) {
@@ -116,7 +118,7 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
-  const Calls::Timer timer(*calls);
+  const Stopwatch::Lap lap(calls->stopwatch());
   return none_if(calls->before(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
@@ -124,7 +126,7 @@ PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) 
 PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
-  const Calls::Timer timer(*calls);
+  const Stopwatch::Lap lap(calls->stopwatch());
   return none_if(calls->after(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
@@ -132,8 +134,15 @@ PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* calls_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 4, 4)) return nullptr;
-  const Calls::Timer timer(*calls);
+  const Stopwatch::Lap lap(calls->stopwatch());
   return none_if(calls->leaf(args[0], args[1], args[2], args[3]));
+}
+
+// hook(gradient)
+PyObject* gradient_hook(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  auto* hook = self_of<Gradients::Hook>(self);
+  if (!hook || !expect_arguments(count, 1, 1)) return nullptr;
+  return none_if(hook->gradients->visit(*hook, args[0]));
 }
 
 // Scans many tensors with few launches. Returns what scan_once would, for each.
@@ -208,6 +217,14 @@ py::object bound(py::object object, const char* name, const char* doc) {
     Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(self)));
   });
   return builtin(method<f>(name, doc), capsule);
+}
+
+py::object make_gradient_hook(const Calls& calls, int number) {
+  using Hook = Gradients::Hook;
+  py::capsule capsule(new Hook{calls.gradients(), number}, kCapsule<Hook>, [](PyObject* self) {
+    delete static_cast<Hook*>(PyCapsule_GetPointer(self, kCapsule<Hook>));
+  });
+  return builtin(method<gradient_hook>("gradient_hook", "gradient_hook(gradient)"), capsule);
 }
 
 using ByteArray = py::array_t<uint8_t, py::array::c_style>;
@@ -372,8 +389,16 @@ void define_calls(py::module_& m) {
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
       .def("forget_running", &Calls::forget_running)
       .def("set_turn", &Calls::set_turn)
-      .def("set_timed", &Calls::set_timed)
-      .def("take_cost", &Calls::take_cost)
+      .def("set_attached", &Calls::set_attached)
+      .def("set_timed",
+           [](Calls& calls, bool timed) {
+             calls.stopwatch().set_running(timed);
+             calls.gradients()->stopwatch().set_running(timed);
+           })
+      .def("take_cost", [](Calls& calls) { return calls.stopwatch().take(); })
+      .def("take_gradient_cost", [](Calls& calls) { return calls.gradients()->stopwatch().take(); })
+      .def("gradient_hook", &make_gradient_hook)
+      .def_property_readonly("wants_gradients", &Calls::wants_gradients)
       .def_property_readonly("recomputing", &Calls::recomputing)
       .def_property_readonly("running",
                              [](Calls& calls) {

@@ -7,9 +7,13 @@
 
 #include <Python.h>
 
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
+#include "gradients.h"
+#include "slow.h"
+#include "stopwatch.h"
 #include "table.h"
 
 namespace nanscan {
@@ -35,36 +39,25 @@ class Calls {
   // Whether what runs in this thread repeats a forward, for a checkpoint.
   bool recomputing() { return stack().recomputing; }
 
+  // Whether to watch the gradients of the output that `slow` is looking at.
+  bool wants_gradients() { return stack().wants_gradients; }
+
   // What to scan from now on. period 0: nothing, calls are only followed; 1: all that is watched;
   // more: sentinels, and of the others one in `period`, by turns.
   void set_turn(unsigned period, unsigned turn) {
     period_ = period;
     turn_ = turn;
+    gradients_->set_active(attached_ && period_ > 0);
   }
 
-  // Nanoseconds spent in calls, and their number, since the last time it was asked.
-  std::pair<uint64_t, uint64_t> take_cost();
+  // Whether hooks are in place. Gradients of earlier calls may come at any time.
+  void set_attached(bool attached) {
+    attached_ = attached;
+    gradients_->set_active(attached_ && period_ > 0);
+  }
 
-  // Lasts while a hook's body runs, where costs are counted.
-  class Timer {
-   public:
-    explicit Timer(Calls& calls) : calls_(calls) {
-      if (calls_.timed_) begin();
-    }
-    ~Timer() {
-      if (began_) end();
-    }
-    Timer(const Timer&) = delete;
-    Timer& operator=(const Timer&) = delete;
-
-   private:
-    void begin();
-    void end();
-
-    Calls& calls_;
-    uint64_t began_ = 0;
-  };
-  void set_timed(bool timed) { timed_ = timed; }
+  Stopwatch& stopwatch() { return stopwatch_; }
+  const std::shared_ptr<Gradients>& gradients() const { return gradients_; }
 
   // The bodies of the two hooks. False: a Python error is set.
   bool before(PyObject* module, PyObject* args, PyObject* kwargs);
@@ -74,12 +67,6 @@ class Calls {
   bool leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
 
  private:
-  static constexpr int kSources = 4;
-  struct Argument {
-    int row = -1;                              // its own; -1: it never needed one
-    int sources[kSources] = {-1, -1, -1, -1};  // rows in which its tensors were found
-    int next = 0;
-  };
   struct Module {
     const void* key;
     PyObject* place;
@@ -89,10 +76,12 @@ class Calls {
     bool called = false;
     int output_row = -1;
     int recomputed_row = -1;
-    std::vector<Argument> arguments;
+    std::vector<Memory> arguments;
+    PyObject* hooked = nullptr;  // a tensor with the hook for its only output's gradient
   };
   struct Stack : std::vector<Module*> {
     bool recomputing = false;  // its lowest module was called from within a backward
+    bool wants_gradients = false;
   };
 
   static Module* acquire(Module* module) {
@@ -110,14 +99,23 @@ class Calls {
   bool visit_keywords(Module& module, PyObject* kwargs);
   bool visit_output(Module& module, PyObject* output);
   bool watch_gradient(Module& module, PyObject* output);
+  bool add_gradient_hook(Module& module, PyObject* output, PyObject* function);
+  bool is_first_without_hooks(PyObject* output) const;
+  bool hook_slowly(Module& module, PyObject* output);
 
   Table& table_;
   PyObject* slow_;
-  const bool inputs_, outputs_, late_keywords_, gradients_;
+  const bool inputs_, outputs_, late_keywords_, watches_gradients_;
+  bool is_its_turn(const Module& module) const {
+    return period_ == 1 || (period_ > 1 && module.phase % period_ == turn_ % period_);
+  }
   bool scans(const Module& module) const {
-    return module.watched &&
-           (period_ == 1 ||
-            (period_ > 1 && (module.sentinel || module.phase % period_ == turn_ % period_)));
+    return module.watched && (is_its_turn(module) || (period_ > 1 && module.sentinel));
+  }
+  // A hook on a tensor costs more than a scan of it: few are there in every step.
+  bool scans_gradients(const Module& module) const {
+    return watches_gradients_ && module.watched &&
+           (is_its_turn(module) || (period_ > 1 && module.outermost));
   }
   // A tensor that no scan saw on its way is no news while scans are thinned out.
   bool scans_inputs(const Module& module) {
@@ -125,14 +123,15 @@ class Calls {
   }
 
   unsigned period_ = 1, turn_ = 0, next_phase_ = 0;
-  bool timed_ = false;
-  uint64_t nanoseconds_ = 0, counted_ = 0;
+  bool attached_ = false;
+  Stopwatch stopwatch_;
+  const std::shared_ptr<Gradients> gradients_;
   const uint64_t serial_;  // never used twice, unlike an address
   std::unordered_map<const void*, Module*> modules_;
   std::unordered_map<unsigned long, Stack> stacks_;  // by thread; entries are never erased
   PyObject *name_unknown_, *name_is_running_, *name_first_call_, *name_input_, *name_keywords_,
-      *name_output_, *name_gradient_, *name_is_recomputing_, *name_requires_grad_,
-      *name_forward_ended_;
+      *name_output_, *name_gradient_, *name_is_recomputing_, *name_forward_ended_, *name_grad_fn_,
+      *name_output_nr_, *name_hooks_, *name_register_;
 };
 
 }  // namespace nanscan

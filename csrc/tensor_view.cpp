@@ -103,9 +103,13 @@ bool initialize_torch(PyObject* tensor, PyObject* parameter, PyObject* capsule) 
   return name_is_neg && name_is_conj;
 }
 
+bool is_plain_tensor(PyObject* object) {
+  const PyTypeObject* type = Py_TYPE(object);
+  return type == tensor_type || type == parameter_type;
+}
+
 Status view_tensor(PyObject* object, TensorView& view, LazyBits lazy_bits) {
-  PyTypeObject* type = Py_TYPE(object);
-  if (type != tensor_type && type != parameter_type) return kNotPlain;
+  if (!is_plain_tensor(object)) return kNotPlain;
   dlpack::Tensor t;
   if (exchange->tensor_from_py_object_no_sync(object, &t) != 0) {
     PyErr_Clear();

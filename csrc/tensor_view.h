@@ -73,6 +73,9 @@ bool initialize_torch(PyObject* tensor_type, PyObject* parameter_type, PyObject*
 // only on imaginary parts of conjugates, which hold every other element; kByStrides relies on that.
 enum class LazyBits { kAlwaysAsk, kByStrides };
 
+// Whether an object is exactly a torch.Tensor or Parameter.
+bool is_plain_tensor(PyObject* object);
+
 // Fills `view`. Never leaves a Python error set. No synchronisation.
 Status view_tensor(PyObject* object, TensorView& view, LazyBits lazy_bits);
 

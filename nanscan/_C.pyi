@@ -1,5 +1,6 @@
 """Types of the compiled core. Functions marked raw are METH_FASTCALL, positional only."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -110,8 +111,14 @@ class Calls:
     def forget_running(self) -> None: ...
     # period 0: calls are followed, and nothing scanned; 1: all; more: sentinels, others by turns.
     def set_turn(self, period: int, turn: int) -> None: ...
+    def set_attached(self, attached: bool) -> None: ...  # else gradients that come are let pass
     def set_timed(self, timed: bool) -> None: ...
     def take_cost(self) -> tuple[int, int]: ...  # nanoseconds and calls since the last time
+    def take_gradient_cost(self) -> tuple[int, int]: ...  # the same of gradient hooks
+    # A raw function of one gradient, for all tensors of one place; `slow` knows it by the number.
+    def gradient_hook(self, number: int) -> Callable[[Any], None]: ...
+    @property
+    def wants_gradients(self) -> bool: ...  # of the output that is being looked at in this thread
     @property
     def recomputing(self) -> bool: ...  # what runs in this thread repeats a forward
     @property

@@ -259,6 +259,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def smallest(dtype: torch.dtype) -> float:
+    """Smallest positive value of a dtype, a subnormal."""
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal) * float(info.eps)
+
+
 def rounded(value: float) -> str:
     """To one digit, as a setting to try."""
     return f"{float(f'{value:.1g}'):g}"

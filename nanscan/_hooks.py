@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from types import TracebackType
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nanscan import _C, _patches, _reference
 from nanscan._scan import check, prepare, scan_anywhere
-from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds
+from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds, gradient_dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
 from nanscan._skip import Gradients, Skipper, is_stand_in
 from nanscan._table import OptimizerFacts, Outcome, Scans, Table
@@ -106,6 +107,7 @@ class Hooks:
         self._on_call = on_call
         self._on_gradients = on_gradients
         self._skipper = skipper
+        self._gradients: list[Node] = []  # by the number that their hooks have
         self._bad_gradients = -1  # resets of the table before a gradient last went bad
         self._handles: list[RemovableHandle] = []
         self._step_handle: RemovableHandle | None = None
@@ -114,7 +116,9 @@ class Hooks:
         self._stepping = _Stepping()
         self._ran = False  # an outermost module, since the last step
         self.turn = FULL
-        self._dispatch: float | None = None  # seconds a module call; None: nothing is measured
+        # Seconds that torch takes to call a hook of a module, and of a tensor.
+        self._dispatch = self._gradient_dispatch = 0.0
+        self._is_measured = False
         self._cost = Cost()
         self._steps_measured = 0
         self._device_seconds = 0.0
@@ -128,16 +132,21 @@ class Hooks:
 
     def measure(self) -> None:
         """Counts costs from now on."""
+        self._is_measured = True
         self._dispatch = dispatch_seconds()
+        if "grad_output" in self._kinds:
+            self._gradient_dispatch = gradient_dispatch_seconds()
         self._calls.set_timed(True)
 
     def take_cost(self) -> Cost:
         """What was spent since the last time."""
         cost, self._cost = self._cost, Cost()
         nanoseconds, count = self._calls.take_cost()
-        cost.dispatch = count * (self._dispatch or 0.0)
+        cost.dispatch = count * self._dispatch
         cost.calls = nanoseconds * 1e-9 + cost.dispatch
-        if self._dispatch is not None:
+        nanoseconds, count = self._calls.take_gradient_cost()
+        cost.gradients = nanoseconds * 1e-9 + count * self._gradient_dispatch
+        if self._is_measured:
             self._measure_device(cost)
         return cost
 
@@ -156,6 +165,7 @@ class Hooks:
         """Registers all hooks. Modules found later are seen by global hooks only."""
         if self._handles:
             return
+        self._calls.set_attached(True)
         _patches.listen(self)
         if self._on_call is not None:  # registered first, so that nothing runs yet when it looks
             self._handles.append(register_module_forward_pre_hook(self.call_begins))
@@ -192,6 +202,7 @@ class Hooks:
             handle.remove()
             _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one
         self._handles.clear()
+        self._calls.set_attached(False)
         _patches.forget(self)
         self._calls.forget_running()
         _leaving.add(self)
@@ -298,9 +309,23 @@ class Hooks:
         """Whether a backward runs in this thread: a call now repeats one, for a checkpoint."""
         return torch._C._current_autograd_node() is not None  # noqa: SLF001 - no public spelling
 
-    def gradient(self, place: ModulePlace, output: Any) -> None:
-        """A module's only output that requires grad, at each call; any, where none is scanned."""
+    def gradient(self, place: ModulePlace, output: Any) -> torch.Tensor | None:
+        """A module's only output, at calls at which the core cannot watch its gradient by itself.
+
+        Returns:
+            The tensor whose hooks do for every later output, if there is one.
+        """
         self._watch_gradients(output, place.outputs)
+        return place.outputs.hooked
+
+    def new_gradient(self, number: int, gradient: Any, row: int) -> int:
+        """A gradient without a row yet, in a new one, or no plain tensor. Returns its own row."""
+        node = self._gradients[number]
+        if row >= 0:
+            node.add_source(row)
+        else:
+            self._visit_other(gradient, node, row)
+        return node.row
 
     def forward_ended(self, place: ModulePlace) -> None:
         """An outermost module returned."""
@@ -369,13 +394,24 @@ class Hooks:
         """Scans the gradient that reaches a tensor. A hook on the tensor, not on the module: full
         backward hooks make in-place operations on outputs raise.
         """  # noqa: D205
-        if "grad_output" not in self._kinds or x.is_leaf:  # a leaf would keep the hook
+        if not self._calls.wants_gradients or x.is_leaf:  # a leaf would keep the hook
             return
         node = node.first_time()
-        if node.hook is None:
-            node.gradient = Node(node.place, "grad_output", node.path)
-            node.hook = self._gradient_hook(node.gradient)
-        x.register_hook(node.hook)  # type: ignore[no-untyped-call]
+        if node.hooked is None:
+            self._make_gradient_hook(node)
+        if x.output_nr == 0 and x._backward_hooks is None:  # noqa: SLF001 - as in csrc/calls.cpp
+            cast("Any", x.grad_fn)._register_hook_dict(node.hooked)  # noqa: SLF001
+        else:
+            x.register_hook(node.hook)  # type: ignore[no-untyped-call]
+
+    def _make_gradient_hook(self, node: Node) -> None:
+        node.gradient = Node(node.place, "grad_output", node.path)
+        node.hook = self._calls.gradient_hook(len(self._gradients))
+        self._gradients.append(node.gradient)
+        with torch.inference_mode(mode=False):
+            hooked: Any = torch.empty(0, device="cpu")
+        hooked._backward_hooks = {0: node.hook}  # noqa: SLF001 - the dict is all that it is for
+        node.hooked = hooked
 
     def _watch_gradients(self, x: Any, node: Node, around: tuple[int, ...] = ()) -> None:
         if isinstance(x, torch.Tensor):
@@ -384,15 +420,6 @@ class Hooks:
         elif len(around) < _MAX_DEPTH and not isinstance(x, _NOTHING) and id(x) not in around:
             for value, child in _children(x, node):
                 self._watch_gradients(value, child, (*around, id(x)))
-
-    def _gradient_hook(self, node: Node) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            if self._handles and self.turn.period:
-                began = time.perf_counter()
-                self._visit_one(gradient, node)
-                self._cost.rest += time.perf_counter() - began
-
-        return hook
 
     def watch(self, x: Any, name: str, kind: Kind) -> None:
         """Scans a value that no module returned: the loss, or a probe."""
@@ -508,8 +535,13 @@ class Hooks:
         if "grad" in self._kinds and (self.turn.period or self._skipper is not None):
             began, ticket = time.perf_counter(), self._table.last_ticket
             parameters = _parameters(optimizer)
-            pairs = [(parameters[i].grad, place.grad) for i, place in plan.backward]
-            self._scan_all([(grad, node) for grad, node in pairs if grad is not None])
+            self._scan_all(
+                [
+                    (grad, place.grad)
+                    for i, place in plan.backward
+                    if (grad := parameters[i].grad) is not None
+                ]
+            )
             if self._table.last_ticket != ticket:
                 self._bad_gradients = self._table.resets
             self._cost.rest += time.perf_counter() - began
@@ -641,7 +673,7 @@ class Hooks:
 
     def _plan(self, optimizer: Optimizer) -> _Plan | None:
         """Places of an optimizer's parameters; None if none of them is watched."""
-        identity = [id(p) for p in _parameters(optimizer)]
+        identity = [*map(id, _parameters(optimizer))]
         plan = self._plans.get(id(optimizer))
         if (
             plan is None
@@ -781,7 +813,7 @@ def _is_simple_leaf(module: nn.Module) -> bool:
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
 def moments(optimizer: Optimizer, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from nanscan._row import absmax
 from nanscan._scan import ScanResult
 from nanscan._sites import ModulePlace, Node, ParameterPlace, SinglePlace, Site
 from nanscan._table import Snapshot, Table
+
+if TYPE_CHECKING:
+    from nanscan._location import Location
 
 Verdict = Literal[
     "origin",
@@ -77,6 +80,8 @@ class Finding:
         aliases: other names of the parameter, where weights are tied.
         unscanned: modules that this step did not scan, between the last site known to be finite and
             this one: it may have been made there.
+        location: the very op, where `locate="next"` found it in a later step.
+        replay: how to find it, where that step came too late.
         unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
     """
 
@@ -94,6 +99,8 @@ class Finding:
     causes: list[Cause] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
     unscanned: list[Site] = field(default_factory=list)
+    location: Location | None = None
+    replay: str = ""
     unlikely: list[str] = field(default_factory=list)
 
     @property

@@ -84,10 +84,14 @@ class Location:
         output_index: of backward: which of the node's gradients is the first bad one.
         forward: of backward: the forward op that created the node, with its operands as they were.
         consumers: of backward: names of ops that took what `forward` returned.
-        consequence: the op that turned Inf into NaN, where `at` made Inf alone.
+        consequence: the op that turned Inf into NaN, where `at` made Inf alone; where `at` gave
+            memory that nothing was written to, the op that computed with it.
+        reached: what the values got to, where `at` made nothing that is a fault by itself: "the
+            loss", "what it returned", ...
         recomputed: it ran again inside backward, for a checkpoint.
         step: number of the step, from 0; of those that ended while it was searched.
         causes: likely causes, best first; empty when no evidence points to one.
+        unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
     """
 
     at: Op
@@ -99,9 +103,11 @@ class Location:
     forward: Op | None = None
     consumers: list[str] = field(default_factory=list)
     consequence: Op | None = None
+    reached: str = ""
     recomputed: bool = False
     step: int = 0
     causes: list[Cause] = field(default_factory=list)
+    unlikely: list[str] = field(default_factory=list)
 
     @property
     def op(self) -> str:
@@ -111,7 +117,7 @@ class Location:
     @property
     def module(self) -> str:
         """Qualified name of the module it ran in; in backward, that of the forward op."""
-        return self._source.module
+        return self.at.module or ("" if self.forward is None else self.forward.module)
 
     @property
     def file(self) -> str:
@@ -132,6 +138,11 @@ class Location:
     def operands(self) -> list[Operand]:
         """The tensors that the op took."""
         return self.at.operands
+
+    def __str__(self) -> str:
+        from nanscan._report import located  # noqa: PLC0415 - the report knows this, not it that
+
+        return located(self)
 
     @property
     def _source(self) -> Op:

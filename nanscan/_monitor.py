@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from nanscan._diagnose import causes, unlikely
+from nanscan._drill import Drill
 from nanscan._errors import NonFiniteError, NonFiniteWarning
 from nanscan._facts import Facts
 from nanscan._filters import Filter, Ignore, ignores, wants
@@ -43,6 +44,7 @@ from nanscan._sites import (
 )
 from nanscan._skip import Skipper
 from nanscan._table import OptimizerFacts, Outcome, Scans, Snapshot, Sweep, Table
+from nanscan._userframe import is_library
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
 
@@ -76,6 +78,7 @@ class Monitor:
         ignores: Callable[[Site, torch.dtype], bool],
         skip_step: bool,
         save: Path | None,
+        locate: bool,
     ) -> None:
         self._action = action
         self._lock = threading.RLock()
@@ -94,6 +97,7 @@ class Monitor:
             skipper=Skipper(ignores) if skip_step else None,
         )
         self._saver = None if save is None else Saver(save, self._registry)
+        self._drill = Drill(self._registry, self._located) if locate else None
         self._holds = False  # acts on nothing for now
         self._held: list[Finding] = []  # to act on when the step ends
         self._schedule = schedule
@@ -237,6 +241,7 @@ class Monitor:
     def pause(self) -> None:
         """Removes all hooks; `resume` puts them back."""
         self._hooks.detach()
+        self._stop_search()
 
     def resume(self) -> None:
         """Undoes `pause`."""
@@ -247,8 +252,13 @@ class Monitor:
     def close(self) -> None:
         """Removes all hooks for good. What was found stays readable."""
         self._hooks.detach()
+        self._stop_search()
         if self in _active:
             _active.remove(self)
+
+    def _stop_search(self) -> None:
+        if self._drill is not None:
+            self._drill.stop()
 
     def last_words(self) -> None:
         """Judges what is left and never raises on its account: a crash is often the NaN's doing."""
@@ -345,6 +355,8 @@ class Monitor:
             self._next_turn()
             self._ended.clear()
             self._judge_arrived(optimizer)
+            if self._drill is not None:
+                self._drill.step_ended(self._step)
 
     def _next_turn(self) -> None:
         now = time.perf_counter()
@@ -415,8 +427,11 @@ class Monitor:
             item.finding.causes = causes(item, facts)
             item.finding.unlikely = unlikely(item, facts)
         new = [item.finding for item in judged]
-        if any(finding.verdict in FAULTS for finding in new):
+        faults = [finding for finding in new if finding.verdict in FAULTS]
+        if faults:
             self.scan_fully()
+            if self._drill is not None:
+                self._drill.want(faults[0])
         self._findings.extend(new)
         self._found += len(new)
         self._act(new, snapshot.calls)
@@ -442,6 +457,27 @@ class Monitor:
         while self._held and not self._holds:
             self._act_on(self._held.pop(0))
 
+    def _located(self, finding: Finding) -> None:
+        """A later step showed the op. Or that nothing can be seen there any more."""
+        location = finding.location
+        if location is not None and location.verdict == "propagated":
+            saved = self._saver.latest if self._saver is not None else None
+            path = saved or f"bad/step-{finding.step}-rank-{finding.rank}"
+            finding.replay = (
+                f"what went bad in step {finding.step} had spoiled this step before it began; "
+                + ("" if saved else 'with enable(..., save="bad/") in the next run: ')
+                + f"nanscan.replay({str(path)!r}, model, step_fn)"
+            )
+        text = f"nanscan: why {finding.site} went bad in step {finding.step}: {location}"
+        if finding.replay:
+            text += f"\n  replay    {finding.replay}"
+        if callable(self._action):
+            self._action(finding)
+        elif self._action == "log":
+            _logger.error(text)
+        else:
+            warnings.warn(text, NonFiniteWarning, stacklevel=_user_stacklevel())
+
     def _place_of(self, site: Site) -> Place | None:
         return next((node.place for node in self._table.nodes if node.site == site), None)
 
@@ -464,8 +500,7 @@ class Monitor:
 def _user_stacklevel() -> int:
     """The stacklevel, for a warning of the caller, of the innermost frame of user code."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001
-    inside = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -530,6 +565,7 @@ def enable(  # noqa: PLR0913 - options by name
     max_overhead: float | None = None,
     skip_step: bool = False,
     save: str | os.PathLike[str] | None = None,
+    locate: Literal["next"] | None = None,
 ) -> Monitor:
     """Turns the hooks on, for one model or for every module of the process.
 
@@ -559,9 +595,9 @@ def enable(  # noqa: PLR0913 - options by name
         max_overhead: share of a step's time, such as 0.02, that hooks may take on the host, and
             scans on the device.
             Parameters, buffers and moments are then scanned in some steps only, and if that is not
-            enough, module outputs by turns; the loss, gradients, and outputs of the outermost
-            modules and of those right inside them in every step. After a fault the next steps are
-            scanned in full. `coverage` tells what is thinned out.
+            enough, module outputs and their gradients by turns; the loss, gradients of parameters,
+            and outputs of the outermost modules and of those right inside them in every step. After
+            a fault the next steps are scanned in full. `coverage` tells what is thinned out.
         skip_step: an optimizer does not take a step in which a gradient that it is about to use is
             non-finite: parameters and state stay bit for bit as if `step()` had not been called,
             and gradients as they are. All else goes on: the closure's loss is returned, a scheduler
@@ -579,6 +615,12 @@ def enable(  # noqa: PLR0913 - options by name
             since the call, and what torch.load does not take with weights_only=True, is left out
             with a note. If the folder cannot be written, that is logged, once, and nothing else
             happens.
+        locate: "next": after a fault the next steps run op by op, as `nanscan.locate` does it,
+            until the op is known that makes the bad values, at most 16; then the monitor is as
+            cheap as before. The finding gets its `location` and is acted on once more, though
+            never by raising. Where the fault left nothing to be seen (its optimizer's step spoiled
+            the parameters), the finding says so, and how to replay it. Not in steps that begin
+            within a TorchDispatchMode of the user's.
 
     Returns:
         The monitor; `close` it or call `disable`.
@@ -595,6 +637,8 @@ def enable(  # noqa: PLR0913 - options by name
     wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
     _check_target(model, wanted, action)
     _check_actions(wanted, skip_step, save)
+    if locate not in (None, "next"):
+        raise ValueError(f'nanscan: locate must be "next" or None, got {locate!r}')
     _check_count("history", history, 1, "a positive number of steps")
     _check_count("max_skips", max_skips, 2, "at least 2")
     _check_count("every", every, 1, "a positive number of steps")
@@ -618,6 +662,7 @@ def enable(  # noqa: PLR0913 - options by name
         ignores=ignores(ignore),
         skip_step=skip_step,
         save=None if save is None else Path(save),
+        locate=locate is not None,
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +24,9 @@ class Turn:
     """What one step scans.
 
     Attributes:
-        period: of module outputs: 0: none, and nothing else either; 1: all; more: one module in so
-            many, by turns, and sentinels: the loss, gradients, the outermost modules and those
-            right inside them.
+        period: of module outputs and their gradients: 0: none, and nothing else either; 1: all;
+            more: one module in so many, by turns, and sentinels: the loss, gradients of parameters,
+            outputs of the outermost modules and of those right inside them.
         number: whose turn it is.
         slow: parameters, buffers and moments as well.
     """
@@ -49,20 +51,22 @@ class Cost:
     Attributes:
         calls: of modules, dispatch included.
         dispatch: torch's part of that, which no thinning saves.
+        gradients: those of outputs, dispatch included: where none is scanned there is no hook.
         slow: parameters, buffers and moments.
-        rest: the loss, gradients, snapshots and judgement.
+        rest: gradients of parameters, snapshots and judgement.
         device: on devices, in the last step that was measured there.
     """
 
     calls: float = 0.0
     dispatch: float = 0.0
+    gradients: float = 0.0
     slow: float = 0.0
     rest: float = 0.0
     device: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.calls + self.slow + self.rest
+        return self.calls + self.gradients + self.slow + self.rest
 
 
 class Schedule:
@@ -102,7 +106,8 @@ class Schedule:
             return
         self._sample("net", seconds - cost.total)
         self._sample("fixed", cost.dispatch + cost.rest)
-        self._sample("outputs", max(cost.calls - cost.dispatch, 0.0) * turn.period)
+        thinned = max(cost.calls - cost.dispatch, 0.0) + cost.gradients
+        self._sample("outputs", thinned * turn.period)
         self._sample("total", cost.total)
         if turn.slow:
             self._sample("slow", cost.slow)
@@ -155,16 +160,40 @@ def dispatch_seconds() -> float:
     def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None: ...
 
     module, x = nn.Identity(), torch.empty(0)
-    bare = _best(module, x)
+    bare = _best(lambda: _repeat(module, x))
     module.register_forward_hook(hook, with_kwargs=True)
-    return max(_best(module, x) - bare, 0.0)
+    return max(_best(lambda: _repeat(module, x)) - bare, 0.0) / _CALLS
 
 
-def _best(module: nn.Module, x: torch.Tensor) -> float:
-    best = math.inf
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(_CALLS):
-            module(x)
-        best = min(best, (time.perf_counter() - start) / _CALLS)
-    return best
+def gradient_dispatch_seconds() -> float:
+    """The same of a hook on a tensor: to call it in backward, and to free it."""
+    bare = _best(lambda: _backward(hook=False))
+    return max(_best(lambda: _backward(hook=True)) - bare, 0.0) / _CALLS
+
+
+def _repeat(module: nn.Module, x: torch.Tensor) -> float:
+    """Seconds of some calls."""
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        module(x)
+    return time.perf_counter() - start
+
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def _backward(*, hook: bool) -> float:
+    """Of a backward through a chain of operations, with a hook on each or without any."""
+    no_op: Callable[[Any], None] = {}.get
+    x = y = torch.zeros(1, device="cpu", requires_grad=True)
+    for _ in range(_CALLS):
+        y = y.neg()
+        if hook:
+            y.register_hook(no_op)  # type: ignore[no-untyped-call]
+    start = time.perf_counter()
+    torch.autograd.grad(y, x)
+    del y
+    return time.perf_counter() - start
+
+
+def _best(seconds: Callable[[], float]) -> float:
+    return min(seconds() for _ in range(3))

@@ -186,6 +186,7 @@ class Node:
         skipped: why what was seen here was not scanned, if so.
         gradient: of an output: what is seen of its gradient.
         hook: of an output: scans a gradient into that.
+        hooked: a tensor that has this hook, and nothing else to it.
     """
 
     __slots__ = (
@@ -193,6 +194,7 @@ class Node:
         "computed",
         "gradient",
         "hook",
+        "hooked",
         "items",
         "kind",
         "late",
@@ -214,6 +216,7 @@ class Node:
         self.skipped = ""
         self.gradient: Node | None = None
         self.hook: Callable[[Any], None] | None = None
+        self.hooked: torch.Tensor | None = None
         self.items: list[Node] = []  # children by position
         self.children: dict[object, Node] = {}  # children by key
 

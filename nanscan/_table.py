@@ -257,12 +257,11 @@ class Table:
         self.core.merge(row, record.tobytes(), dtype, tuple(tensor.shape))
 
     def _next_slot(self, step: int, count: int) -> tuple[Rows, npt.NDArray[np.uint64]]:
-        """The place of the history for a step, of `count` rows."""
+        """The place of the history for a step, of `count` rows: never fewer than it had before."""
         self._reserve(count)
         slot = self._taken % len(self._steps)
         self._taken += 1
         self._steps[slot] = step
-        self._rows[slot, count:], self._order[slot, count:] = np.zeros((), ROW), 0
         return self._rows[slot, :count], self._order[slot, :count]
 
     def _reserve(self, count: int) -> None:

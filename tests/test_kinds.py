@@ -320,6 +320,108 @@ def test_gradients_of_gradients(scope):
     assert monitor.findings == []
 
 
+@pytest.mark.parametrize("early", [False, True])
+@SCOPES
+def test_hooks_of_a_user_on_an_output_keep_their_order(scope, early):
+    order, outputs = [], []
+
+    def hook(name, factor):
+        return lambda gradient: order.append(name) or gradient * factor
+
+    def keep(_module, _args, out):
+        outputs.append(out)
+        if early:
+            out.register_hook(hook("early", 2))
+
+    def run():
+        order.clear()
+        model.zero_grad()
+        loss = model(batch()).sum()
+        out = outputs.pop()
+        assert (out._backward_hooks is None) is not early
+        out.register_hook(hook("late", 3))
+        with out.register_hook(hook("gone", 5)):
+            pass
+        out.register_hook(hook("last", 7))
+        out.retain_grad()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return order[:], [out.grad, model.fc1.weight.grad, model.fc1.bias.grad]
+
+    model = Net()
+    model.fc1.register_forward_hook(keep)
+    expected, gradients = run()
+    assert expected == ["early", "late", "last"][not early :] * 2
+    monitor = enable(scope, model, kinds=KINDS)
+    order2, gradients2 = run()
+    assert order2 == expected
+    assert all(map(torch.equal, gradients2, gradients))
+    monitor.step()
+    assert history(monitor, "fc1", "grad_output")["calls"].tolist() == [2]
+
+
+@SCOPES
+def test_outputs_that_are_not_the_first_of_their_operation(scope):
+    model = nn.Sequential(
+        nn.Linear(4, 8), Do(lambda x: x.split(4, 1)), Do(lambda p: 2 * p[0] + 3 * p[1])
+    )
+    second = nn.Sequential(nn.Linear(4, 8), Do(lambda x: x.chunk(2, 1)[1]), nn.Identity())
+    for net in (model, second):
+        monitor = enable(scope, net, kinds=KINDS)
+        train(net, sgd(net), [batch(), batch(1)], lambda out: out.sum())
+        nanscan.disable()
+        if net is model:
+            assert history(monitor, "1", "grad_output", "[0]")["max"].tolist() == [2, 2]
+            assert history(monitor, "1", "grad_output", "[1]")["max"].tolist() == [3, 3]
+        else:
+            found = history(monitor, "1", "grad_output")
+            assert found["calls"].tolist() == [1, 1]
+            assert found["max"].tolist() == [1, 1]
+
+
+def test_two_monitors_see_the_same_gradients():
+    model = Net()
+    monitors = [nanscan.enable(model, kinds=KINDS), nanscan.enable(kinds=KINDS)]
+    train(model, sgd(model), [batch(), batch(1)])
+    first, second = (history(monitor, "fc1", "grad_output") for monitor in monitors)
+    assert first["calls"].tolist() == second["calls"].tolist() == [1, 1]
+    assert first["max"].tolist() == second["max"].tolist()
+
+
+def test_a_graph_outlives_the_monitor_that_hooked_it():
+    """And does not keep it alive: hooks know their places by number alone."""
+    model = Net()
+    monitor = nanscan.enable(model, kinds=KINDS)
+    train(model, sgd(model), [batch()])
+    loss = model(batch()).sum()
+    references = [weakref.ref(monitor), weakref.ref(monitor._hooks), weakref.ref(monitor._table)]
+    monitor.close()
+    del monitor
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    loss.backward()
+    assert model.fc1.weight.grad is not None
+
+
+def test_sparse_and_missing_gradients_of_outputs():
+    class Unused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    model = nn.Sequential(nn.Linear(4, 4), Do(Unused.apply))
+    monitor = nanscan.enable(model, kinds=KINDS)
+    out = model(batch())
+    (out.sum() + model[0].weight.sum()).backward()
+    monitor.flush()
+    assert monitor.findings == []
+    assert sites(monitor, "grad_output") == {"1 grad_output"}
+
+
 @SCOPES
 def test_a_leaf_gets_no_hook(scope):
     """It would keep it for good: one more at each call."""

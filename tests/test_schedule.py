@@ -16,7 +16,14 @@ from models import (
 from torch import nn
 
 import nanscan
-from nanscan._schedule import FULL, Cost, Schedule, Turn, dispatch_seconds
+from nanscan._schedule import (
+    FULL,
+    Cost,
+    Schedule,
+    Turn,
+    dispatch_seconds,
+    gradient_dispatch_seconds,
+)
 from nanscan._sites import KINDS
 
 NAN = math.nan
@@ -109,8 +116,21 @@ def test_it_relaxes_when_steps_get_longer():
     assert schedule.period == 1
 
 
-def test_dispatch_costs_something():
-    assert 0 < dispatch_seconds() < 1e-4
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_dispatch_costs_something(mode):
+    with mode():
+        assert 0 < dispatch_seconds() < 1e-4
+        assert 0 < gradient_dispatch_seconds() < 1e-4
+
+
+def test_gradients_of_outputs_are_thinned_with_outputs():
+    schedule = Schedule(1, 0, 0.02)
+    for step in range(200):
+        turn = schedule.turn(step)
+        cost = Cost(calls=0.02 / turn.period, gradients=0.06 / turn.period)
+        schedule.note(turn, cost, 1.0 + cost.total)
+    assert schedule.period == 4
+    assert schedule.overhead() == pytest.approx(0.02)
 
 
 # -- in a run --------------------------------------------------------------------------------------
@@ -148,6 +168,81 @@ def test_sentinels_are_scanned_in_every_step_and_others_by_turns():
     # The last layer of a block returns the block's own output: it is seen in each step.
     seen = {step for name in ("0", "0.3") for step in _steps_of(monitor, name)}
     assert seen == set(every)
+
+
+def test_hooks_on_tensors_are_there_by_turns_even_on_sentinels():
+    """A hook on a tensor costs more than its scan, and a flat model is sentinels throughout."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)), Head())
+    monitor = nanscan.enable(model, kinds=KINDS, history=32)
+    monitor._schedule.period = 4
+    monitor._hooks.set_turn(monitor._schedule.turn(0))
+    train(model, sgd(model), [batch(i) for i in range(16)])
+
+    def steps(name, kind):
+        return monitor.history(nanscan.Site(name, kind))["step"].tolist()
+
+    every = list(range(16))
+    for name in map(str, range(8)):
+        assert steps(name, "output") == every
+        taken = steps(name, "grad_output")
+        assert taken == every[taken[0] :: 4]
+    head = nanscan.Site("8", "grad_output", ".out")
+    assert len(monitor.history(head)["step"]) == 4
+    first = {min(steps(name, "grad_output")) for name in map(str, range(8))}
+    assert first == {0, 1, 2, 3}
+
+
+class Head(nn.Module):
+    """Returns a container, and so takes the other way into a hook."""
+
+    def forward(self, x):
+        return Outputs(x * 2)
+
+
+class Outputs(dict):
+    """A mapping that a loss can be made from."""
+
+    def __init__(self, x):
+        super().__init__(out=x)
+
+    def sum(self):
+        return self["out"].sum()
+
+    def square(self):
+        return self["out"].square()
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ["grad_output"]])
+def test_what_gradient_hooks_cost_is_counted(kinds):
+    model = Net()
+    monitor = nanscan.enable(model, kinds=kinds, max_overhead=0.5)
+    monitor._hooks.take_cost()
+    loss = model(batch()).sum()
+    cost = monitor._hooks.take_cost()
+    assert cost.calls > cost.dispatch > 0
+    assert cost.gradients == 0
+    loss.backward()
+    cost = monitor._hooks.take_cost()
+    assert cost.calls == 0
+    hooks = 3 + ("output" not in kinds)  # without outputs, Net and fc2 both have one
+    assert cost.gradients > hooks * monitor._hooks._gradient_dispatch > 0
+    assert cost.total >= cost.gradients
+    nanscan.enable(model, kinds=kinds)  # no budget, no clock
+    model(batch()).sum().backward()
+    assert monitor._hooks.take_cost().gradients == 0
+
+
+def test_a_flat_model_comes_close_to_its_budget():
+    """All of its layers are sentinels; what may be thinned must be all that costs much."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
+    monitor = nanscan.enable(model, kinds=KINDS, max_overhead=0.001)
+    train(model, sgd(model), [batch(i) for i in range(30)])
+    assert (monitor._schedule.period, monitor._schedule.slow_period) == (64, 64)
+    assert monitor._hooks._gradients
+    before = monitor._table.nodes[:]
+    hooked = [n for n in before if n.kind == "grad_output"]
+    counts = [len(monitor.history(n.site)["step"]) for n in hooked]
+    assert sum(counts) < 30 * 50 / 2
 
 
 def _steps_of(monitor, name):
