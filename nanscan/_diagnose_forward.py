@@ -210,7 +210,8 @@ def fully_masked_rows(judged: Judged, facts: Facts) -> Cause | None:
         return None
     if row and stats.nan_count % row:
         return None
-    rows = f": {stats.nan_count // row:,} whole rows of {row:,}" if row else ""
+    count = stats.nan_count // row if row else 0
+    rows = f": {count:,} whole row{'s' * (count > 1)} of {row:,}" if row else ""
     held = "; ".join(f"{site} holds {count:,} -Inf" for site, count in masks.items())
     return Cause(
         "a fully masked row: softmax over nothing but -Inf is 0/0"

@@ -198,7 +198,7 @@ def test_fully_masked_rows_of_softmax():
     finding = inferred(nn.Softmax(-1), scores)
     assert titles(finding) == [MASKED]
     assert finding.causes[0].evidence == (
-        "5 NaN and no +Inf: 1 whole rows of 5; Softmax input[0] holds 7 -Inf; all else that went "
+        "5 NaN and no +Inf: 1 whole row of 5; Softmax input[0] holds 7 -Inf; all else that went "
         "in is finite"
     )
     scores[1, 4] = 0
