@@ -155,8 +155,9 @@ class Blame:
 
     def _of_unknown(self, value: Value, event: Event) -> Taint:
         """The reason of a value that no op made before our eyes."""
-        if value.via is not None and value.via.taint is not None:
-            return value.via.taint
+        via: Taint | None = None if value.via is None else value.via.taint
+        if via is not None:
+            return via
         if value.raw is not None:
             return self._add("raw", value.raw)
         if value.is_rewritten and self._taints:  # through a view: most likely by the latest

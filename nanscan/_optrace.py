@@ -145,7 +145,7 @@ class Value:
         base: what it is a view of.
         via: what a view of it held last that was not finite, when it was written through that.
         number: of the op at which this was noted.
-        is_apart: it may be, or be a view of, the `data` of a tensor: what is written to it counts no
+        is_apart: it is, or is a view of, what may be the `data` of a tensor: a write of it counts no
             version of that tensor.
         is_rewritten: it was written through another view, or by code that is not seen.
     """
