@@ -25,10 +25,10 @@ from nanscan._diagnose_forward import (
 )
 from nanscan._diagnose_gradients import (
     exploding_gradients,
-    growth_on_the_way_back,
     learning_rate,
     loss_scale_too_large,
     no_loss_scale_helps,
+    overflow_in_backward,
     undefined_derivative,
 )
 from nanscan._diagnose_optimizer import (
@@ -44,6 +44,7 @@ from nanscan._judge import Cause, Judged
 Rule = Callable[[Judged, Facts], Cause | None]
 Suspicion = Callable[[Judged, Facts], str | None]
 
+_MAX_CAUSES = 3
 _MAX_UNLIKELY = 2
 
 # Best first: what is certain where it applies, then what was going on in the steps before, then
@@ -63,7 +64,7 @@ _RULES: tuple[Rule, ...] = (
     learning_rate,
     branches_of_different_scale,
     exploding_gradients,
-    growth_on_the_way_back,
+    overflow_in_backward,
     overflow,
     growing_to_the_limit,
     undefined_derivative,
@@ -74,12 +75,13 @@ _RULES: tuple[Rule, ...] = (
 
 
 def causes(judged: Judged, facts: Facts) -> list[Cause]:
-    """Likely causes of a finding, best first. What was handed on has its cause where it began."""
+    """Up to three likely causes, best first. What was handed on has its cause where it began."""
     explains = ("origin", "near-limit", "persistent-overflow")
     if judged.finding.verdict not in explains and not judged.from_outside:
         return []
-    found = [rule(judged, facts) for rule in _RULES]
-    return [cause for cause in found if cause is not None]
+    rules = _RULES[:1] if judged.untrained else _RULES  # nothing else has happened yet
+    found = [rule(judged, facts) for rule in rules]
+    return [cause for cause in found if cause is not None][:_MAX_CAUSES]
 
 
 def unlikely(judged: Judged, facts: Facts) -> list[str]:
@@ -120,10 +122,11 @@ def _not_this_gradient(judged: Judged, _: Facts) -> str | None:
 
 def _not_overflow(judged: Judged, facts: Facts) -> str | None:
     """Where even the exponential of the largest value that was seen is far from the limit."""
-    dtype, top = facts.narrowest, facts.largest
-    _, bad, _ = facts.forward
+    dtype = facts.narrowest
+    _, bad, top = facts.forward_before(judged.node.row)
+    top = max([top, *(size for _, size in facts.gradients_by_module(judged.node.row))])
     limit = float(torch.finfo(dtype).max)
-    if judged.finding.stats.inf_count or bad > 1 or top == 0 or top > math.log(limit) / 2:
+    if judged.finding.stats.inf_count or bad or top == 0 or top > math.log(limit) / 2:
         return None
     return (
         f"overflow: finite values of the step reach {number(top)}; {name_of(dtype)} ends at "

@@ -9,13 +9,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _Loss
 
-from nanscan._facts import Facts, Trend, is_mask, name_of, number
+from nanscan._facts import Facts, is_mask, name_of, number
 from nanscan._judge import Cause, Judged, Seen
 from nanscan._scan import ScanResult
 from nanscan._sites import Site
 from nanscan._tensors import rounds_to_zero
 
 _FAR_FROM_UNIT_SCALE = 50.0
+_RECENT = 8  # steps that tell the pace of a growth
 _HALF = (torch.float16, torch.bfloat16)
 _VALUES = ("input", "output", "loss", "probe")
 
@@ -71,16 +72,18 @@ def growing_to_the_limit(judged: Judged, facts: Facts) -> Cause | None:
     if finding.verdict != "near-limit" or finding.dtype.is_complex:
         return None
     trend = facts.trend(judged.node.row).and_now(finding.stats.absmax)
-    values = trend.values
-    if len(values) < 3 or values[0] <= 0 or trend.growth < 1.2:  # noqa: PLR2004
+    recent = trend.values[-_RECENT:]
+    if len(recent) < 3 or recent[0] <= 0 or trend.growth < 1.2:  # noqa: PLR2004
         return None
-    pace = float(values[-1] / values[0]) ** (1 / (len(values) - 1))
+    pace = float(trend.last / recent[0]) ** (1 / (len(recent) - 1))
     limit = torch.finfo(finding.dtype).max
-    steps = math.ceil(math.log(limit / float(values[-1])) / math.log(pace))
+    if pace <= 1:
+        return None
+    steps = max(math.ceil(math.log(limit / trend.last) / math.log(pace)), 1)
     return Cause(
         f"values grow towards the largest {name_of(finding.dtype)}",
-        f"absmax went {trend}, {pace:.3g}-fold a step; at this pace it passes {limit:g} in "
-        f"{max(steps, 1):,} steps",
+        f"absmax went {trend}, of late {pace:.3g}-fold a step; so it passes {limit:g} in "
+        + ("the next step" if steps == 1 else f"{steps:,} steps"),
         _more_range(finding.dtype),
     )
 
@@ -93,26 +96,22 @@ def branches_of_different_scale(judged: Judged, facts: Facts) -> Cause | None:
     module = facts.module(judged) if finding.site.kind == "output" else None
     if module is not None and type(module).__module__.startswith("torch.nn.modules."):
         return None  # a layer of torch adds no branches
-    operands = dict(finding.given) | dict(finding.before)
-    alike = [(s, r) for s, r in operands.items() if _may_be_summed(s, r, finding.site, stats)]
+    alike, limit = facts.alike_before(judged.node.row), torch.finfo(stats.dtype).max
     if len(alike) < 2 or stats.dtype.is_complex:  # noqa: PLR2004
         return None
-    last, others = alike[-1], alike[:-1]  # what ran last is there for what comes next
-    other = max(others, key=lambda seen: _largest_sum(seen, last))
-    if _largest_sum(other, last) <= torch.finfo(stats.dtype).max:
+    last = alike[-1]  # what ran last is there for what comes next
+    others = [seen for seen in alike[:-1] if _largest_sum(seen, last) > limit]
+    if not others:
         return None
+    other = others[0]  # a branch is left where it begins
+    also = f" ({others[-1][0]} is as large)" if len(others) > 1 else ""
     return Cause(
         f"two branches meet here, and their sum does not fit into {name_of(stats.dtype)}",
-        f"{_with_growth(other, facts)}; {_with_growth(last, facts)}; their sum can reach "
-        f"{number(_largest_sum(other, last))}, the largest is {torch.finfo(stats.dtype).max:g}",
-        "bring both to one scale before they meet, x = norm(x) + branch, or damp one, "
-        "x + 0.1 * branch; or add in float32 or bfloat16: x.float() + branch.float()",
+        f"absmax of {_with_growth(other, facts)}{also}, that of {_with_growth(last, facts)}; "
+        f"their sum can reach {number(_largest_sum(other, last))}, the largest is {limit:g}",
+        "bring both to one scale before they meet, norm(x) + branch, or damp one, "
+        "x + 0.1 * branch; or add in float32: x.float() + branch.float()",
     )
-
-
-def _may_be_summed(site: Site, seen: ScanResult, result: Site, stats: ScanResult) -> bool:
-    same = seen.shape == stats.shape and seen.dtype == stats.dtype and site != result
-    return same and site.kind in ("input", "output") and seen.is_finite and bool(seen.absmax)
 
 
 def _largest_sum(a: Seen, b: Seen) -> float:
@@ -122,12 +121,8 @@ def _largest_sum(a: Seen, b: Seen) -> float:
 
 def _with_growth(seen: Seen, facts: Facts) -> str:
     site, stats = seen
-    trend: Trend = facts.trend_at(site).and_now(stats.absmax)
-    return (
-        f"absmax of {site} went {trend}"
-        if len(trend) > 1
-        else f"{site} reaches {number(trend.last)}"
-    )
+    trend = facts.trend_at(site).and_now(stats.absmax)
+    return f"{site} went {trend}" if len(trend) > 1 else f"{site} is {number(trend.last)}"
 
 
 def far_from_unit_scale(judged: Judged, facts: Facts) -> Cause | None:
@@ -213,7 +208,7 @@ def fully_masked_rows(judged: Judged, facts: Facts) -> Cause | None:
     # A boolean mask is not scanned; torch's attention has nothing else to make NaN of.
     if not masks and not (row and isinstance(module, nn.MultiheadAttention)):
         return None
-    if isinstance(module, _Loss) or (row and stats.nan_count % row):
+    if row and stats.nan_count % row:
         return None
     rows = f": {stats.nan_count // row:,} whole rows of {row:,}" if row else ""
     held = "; ".join(f"{site} holds {count:,} -Inf" for site, count in masks.items())
@@ -251,6 +246,8 @@ def mean_over_nothing(judged: Judged, facts: Facts) -> Cause | None:
         return None
     given, top = finding.given[0][1], finding.given[0][1].absmax or 0.0
     kind, ignored = type(module).__name__, getattr(module, "ignore_index", None)
+    if not given.is_finite:
+        return None
     if given.numel == 0:
         was_given = f"it was given {list(given.shape)}"
     elif ignored is not None and top < torch.finfo(given.dtype).max / 16:
@@ -269,19 +266,24 @@ def mean_over_nothing(judged: Judged, facts: Facts) -> Cause | None:
 
 
 def nan_loss_of_finite_outputs(judged: Judged, facts: Facts) -> Cause | None:
-    """The same in code of no module, where it is one of a few possibilities."""
+    """The same in code of no module, or of one that is gone: it is one of a few possibilities."""
     finding, stats = judged.finding, judged.finding.stats
-    is_loss = finding.site.kind == "loss" or finding.site.path.endswith(".loss")
+    label = finding.site.name.partition("#")[0]
+    is_loss = finding.site.kind == "loss" or (label + finding.site.path).lower().endswith("loss")
+    if mean_over_nothing(judged, facts) is not None:
+        return None
     if finding.verdict != "origin" or not is_loss or stats.numel != 1 or not stats.nan_count:
         return None
-    scanned, bad, top = facts.forward
-    if bad > 1 or scanned < 2 or top > math.log(torch.finfo(facts.narrowest).max) / 2:  # noqa: PLR2004
+    if any(seen.neginf_count for _, seen in (*finding.given, *judged.inputs_from_outside)):
+        return None
+    scanned, bad, top = facts.forward_before(judged.node.row)
+    if bad or not scanned or top > math.log(torch.finfo(facts.narrowest).max) / 2:
         return None
     past = facts.trend(judged.node.row)
     before = f"; in the steps before it was finite, {number(past.last)} at last" if past else ""
     return Cause(
         "the loss is a mean over nothing, or a log, root or quotient outside of its domain",
-        f"it is NaN, not Inf, and the {scanned - 1} tensors before it are finite with absmax "
+        f"it is NaN, not Inf, and the {scanned} tensors scanned before it are finite with absmax "
         f"{number(top)}, far from overflow{before}",
         "look at the labels: assert (labels != ignore_index).any(); guard the rest: "
         "log(p.clamp(min=1e-6)), x / n.clamp(min=1)",

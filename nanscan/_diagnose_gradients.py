@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from nanscan._facts import Facts, name_of, number, option
+from nanscan._facts import Facts, name_of, number, option, rounded
 from nanscan._judge import Cause, Judged
 
 _BACKWARD = ("grad", "grad_output")
@@ -17,7 +17,8 @@ _DEPTH = 3  # modules from which a growth from one to the next can be told
 
 def learning_rate(judged: Judged, facts: Facts) -> Cause | None:
     """Loss, gradients and parameters grew together: each step makes the next one larger."""
-    if judged.finding.verdict != "origin" or judged.finding.site.kind not in _TRAINED:
+    verdict, kind = judged.finding.verdict, judged.finding.site.kind
+    if verdict not in ("origin", "near-limit") or kind not in _TRAINED:
         return None
     optimizer = facts.optimizer(judged)
     lr = option(optimizer, "lr")
@@ -28,7 +29,7 @@ def learning_rate(judged: Judged, facts: Facts) -> Cause | None:
         f"the learning rate is too high: training diverges at lr={lr:g}",
         f"the loss went {losses}, absmax of gradients {gradients}, absmax of parameters "
         f"{parameters}",
-        f"{optimizer.name}(..., lr={lr / 10:.1g}), a warm-up, or clipped gradients",
+        f"{optimizer.name}(..., lr={rounded(lr / 10)}), a warm-up, or clipped gradients",
     )
 
 
@@ -43,42 +44,52 @@ def exploding_gradients(judged: Judged, facts: Facts) -> Cause | None:
         "exploding gradients",
         f"absmax of all gradients went {gradients}; in the first half of these it was at most "
         f"{number(gradients.early)}",
-        f"torch.nn.utils.clip_grad_value_(model.parameters(), {gradients.early:.1g}) before "
+        f"torch.nn.utils.clip_grad_value_(model.parameters(), {rounded(gradients.early)}) before "
         "optimizer.step(), or a lower learning rate",
     )
 
 
-def growth_on_the_way_back(judged: Judged, facts: Facts) -> Cause | None:
-    """Within one backward, from module to module, up to where it went bad."""
-    finding = judged.finding
+def overflow_in_backward(judged: Judged, facts: Facts) -> Cause | None:
+    """Inf, where gradients of this backward were large for the dtype that it ran in."""
+    finding, limit = judged.finding, torch.finfo(facts.narrowest).max
     if finding.verdict != "origin" or finding.site.kind not in _BACKWARD:
         return None
     modules = facts.gradients_by_module(judged.node.row)
-    if len(modules) < _DEPTH or facts.forward[1]:
+    if not finding.stats.inf_count or not modules or facts.forward_before(judged.node.row)[1]:
         return None
-    (first, small), (last, large) = modules[0], modules[-1]
-    rises = sum(b > a for (_, a), (_, b) in itertools.pairwise(modules))
-    limit = torch.finfo(facts.narrowest).max
-    per_module = (large / small) ** (1 / (len(modules) - 1))
-    # Two more modules at this pace would be beyond the limit.
-    if rises < 0.6 * (len(modules) - 1) or large * per_module**2 < limit:
+    name, top = max(modules, key=lambda module: module[1])
+    beside = finding.stats.absmax or 0.0 if finding.dtype == facts.narrowest else 0.0
+    pace = _pace([size for _, size in modules])
+    if max(top, beside) < limit / 16 and modules[-1][1] * pace**2 < limit:
         return None
+    dtype = name_of(facts.narrowest)
+    growth = f", {pace:.3g}-fold from module to module" if pace > 1 else ""
+    near = f"finite values up to {number(beside)} beside it; " if beside else ""
     return Cause(
-        f"gradients grow from module to module on the way back, beyond {limit:g}",
-        f"absmax of the gradient is {number(small)} at {first}, {number(large)} at {last}, "
-        f"{len(modules) - 1} modules on: {per_module:.3g}-fold each; outputs are "
-        f"{name_of(facts.narrowest)}",
-        "a smaller initial gain, a normalisation between the modules, a smaller loss, or bfloat16",
+        f"gradients overflow {dtype} on the way back",
+        f"{finding.stats.inf_count:,} Inf; {near}the largest gradient before it is {number(top)}, "
+        f"of {name}{growth}; values are {dtype}, which ends at {limit:g}",
+        "a torch.amp.GradScaler, which finds a scale for the loss; bfloat16; or a smaller gain or "
+        "a normalisation in these modules",
     )
 
 
+def _pace(sizes: list[float]) -> float:
+    """Growth a module, where gradients mostly grow; else 1."""
+    if len(sizes) < _DEPTH:
+        return 1.0
+    rises = sum(b > a for a, b in itertools.pairwise(sizes)) / (len(sizes) - 1)
+    growth = float(sizes[-1] / sizes[0]) ** (1 / (len(sizes) - 1))
+    return max(growth, 1.0) if rises >= 0.6 else 1.0  # noqa: PLR2004
+
+
 def undefined_derivative(judged: Judged, facts: Facts) -> Cause | None:
-    """Backward made it, and neither a trend nor growth says that it overflowed."""
+    """Backward made it, and neither a trend nor its size says that it overflowed."""
     finding = judged.finding
     if finding.verdict != "origin" or finding.site.kind not in _BACKWARD:
         return None
-    scanned, bad, top = facts.forward
-    if bad or facts.gradients.explodes or growth_on_the_way_back(judged, facts) is not None:
+    scanned, bad, top = facts.forward_before(judged.node.row)
+    if bad or facts.gradients.explodes or overflow_in_backward(judged, facts) is not None:
         return None
     where = f"in the backward that made {finding.site}"
     if finding.between:
@@ -117,7 +128,7 @@ def no_loss_scale_helps(judged: Judged, facts: Facts) -> Cause | None:
     scale, first = facts.snapshot.scale, facts.snapshot.first_scale
     if judged.finding.verdict != "persistent-overflow" or not scale <= 1:
         return None
-    stats, (scanned, _, top) = judged.finding.stats, facts.forward
+    stats, (scanned, _, top) = judged.finding.stats, facts.forward_before(judged.node.row)
     return Cause(
         "gradients are bad at any loss scale: backward itself makes them so",
         f"the scale fell from {first:g} to {scale:g} in {facts.snapshot.skips} skipped steps, and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanscan._facts import Facts, name_of, number, option
+from nanscan._facts import Facts, name_of, number, option, rounded, smallest
 from nanscan._judge import Cause, Judged
 from nanscan._tensors import rounds_to_zero
 
@@ -46,14 +46,9 @@ def adam_eps_rounds_to_zero(judged: Judged, facts: Facts) -> Cause | None:
         f"{optimizer.name}'s eps={eps:g} is 0 in {dtype}: the update divides by sqrt(0) + 0",
         f"exp_avg_sq holds {second.zero_count:,} exact zeros of {second.numel:,}; the parameter "
         f"has {finding.stats.nonfinite_count:,} non-finite; the smallest {dtype} is "
-        f"{_smallest(second.dtype):.1e}",
+        f"{smallest(second.dtype):.1e}",
         f"{optimizer.name}(..., eps=1e-4), or keep parameters in float32 and use torch.autocast",
     )
-
-
-def _smallest(dtype: torch.dtype) -> float:
-    info = torch.finfo(dtype)
-    return float(info.smallest_normal) * float(info.eps)
 
 
 def second_moment_overflow(judged: Judged, facts: Facts) -> Cause | None:
@@ -101,7 +96,7 @@ def update_too_large(judged: Judged, facts: Facts) -> Cause | None:
         f"{name_of(finding.dtype)}",
         f"lr times the gradient's absmax of {number(top)} is {number(lr * top)}; the largest "
         f"{name_of(finding.dtype)} is {limit:g}",
-        f"SGD(..., lr={0.01 / top:.1g}), with which an update is at most 0.01",
+        f"SGD(..., lr={rounded(0.01 / top)}), with which an update is at most 0.01",
     )
 
 
@@ -116,7 +111,7 @@ def trained_in_half_precision(judged: Judged, facts: Facts) -> Cause | None:
     return Cause(
         "parameters are trained in float16 itself, without autocast and GradScaler",
         f"{half} of {len(facts.trained)} trained parameters are float16, which ends at 65504 and "
-        f"at {_smallest(torch.float16):.1e}; under torch.autocast they are float32",
+        f"at {smallest(torch.float16):.1e}; under torch.autocast they are float32",
         "model.float(); with torch.autocast(device, torch.float16): ...; "
         "torch.amp.GradScaler().scale(loss).backward()",
     )

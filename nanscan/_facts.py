@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nanscan._judge import Judged
+from nanscan._judge import Judged, Seen
 from nanscan._row import Floats, absmax, nonfinite
 from nanscan._sites import Kind, ModulePlace, ParameterPlace, Registry, Site
 from nanscan._table import OptimizerFacts, Snapshot, Table
@@ -77,7 +77,7 @@ class Facts:
         snapshot: of the step.
         table: with the history.
         registry: with the modules.
-        optimizer_of: which optimizer steps a parameter; of None: the only one there is.
+        optimizers: tells what steps each parameter, and under None the only optimizer there is.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Facts:
         snapshot: Snapshot,
         table: Table,
         registry: Registry,
-        optimizer_of: Callable[[ParameterPlace | None], OptimizerFacts | None],
+        optimizers: Callable[[], dict[ParameterPlace | None, OptimizerFacts]],
     ) -> None:
         self.snapshot = snapshot
         self._table = table
         self._registry = registry
-        self._optimizer_of = optimizer_of
+        self._ask_optimizers = optimizers
 
     # -- over the steps before ---------------------------------------------------------------------
 
@@ -138,21 +138,27 @@ class Facts:
         found = [row for row in self._rows(*kinds) if row < len(rows) and rows[row]["calls"]]
         return sorted(found, key=lambda row: int(order[row]))
 
-    @functools.cached_property
-    def forward(self) -> tuple[int, int, float]:
-        """Of inputs, outputs and loss: how many were scanned, how many were bad, and the absmax.
+    def forward_before(self, row: int) -> tuple[int, int, float]:
+        """Of inputs, outputs and loss before a row: how many, how many bad, and the absmax.
 
         Additive masks count for nothing: -Inf alone in an input, or the lowest finite value.
         """
-        bad, top = 0, 0.0
-        scanned = self.scanned("input", "output", "loss", "probe")
-        for row in scanned:
-            stats = self.snapshot.result(row)
-            is_input = self._table.nodes[row].kind == "input"
-            bad += bool(stats.nan_count or stats.posinf_count or (stats.inf_count and not is_input))
-            if stats.absmax is not None and not (is_input and is_mask(stats.min, stats.max)):
-                top = max(top, stats.absmax)
-        return len(scanned), bad, top
+        order, bad, tops = self._forward
+        count = int(np.searchsorted(order, self.snapshot.order[row]))
+        return count, int(bad[:count].sum()), float(tops[:count].max(initial=0.0))
+
+    @functools.cached_property
+    def _forward(self) -> tuple[Floats, Floats, Floats]:
+        """Of each row of the forward, in order: when it was scanned, if it is bad, its absmax."""
+        found: list[tuple[float, float, float]] = []
+        for row in self.scanned("input", "output", "loss", "probe"):
+            stats, is_input = self.snapshot.result(row), self._table.nodes[row].kind == "input"
+            infinite = stats.posinf_count if is_input else stats.inf_count
+            masked = is_input and is_mask(stats.min, stats.max)
+            top = 0.0 if masked else stats.absmax or 0.0
+            found.append((self.snapshot.order[row], bool(stats.nan_count or infinite), top))
+        columns = np.array(found, np.float64).reshape(-1, 3).T
+        return columns[0], columns[1], columns[2]
 
     @functools.cached_property
     def narrowest(self) -> torch.dtype:
@@ -161,11 +167,25 @@ class Facts:
         real = [dtype for dtype in dtypes if not dtype.is_complex]
         return min(real, key=lambda dtype: float(torch.finfo(dtype).max), default=torch.float32)
 
-    @functools.cached_property
-    def largest(self) -> float:
-        """Magnitude among all finite values scanned in this step, masks aside."""
-        gradients = self.snapshot.rows[self.scanned("grad", "grad_output")]
-        return max(self.forward[2], float(np.nan_to_num(absmax(gradients)).max(initial=0.0)))
+    def alike_before(self, row: int) -> list[Seen]:
+        """Finite tensors of a row's shape and dtype, in execution order up to it.
+
+        They are inputs and outputs of modules inside the one whose forward made the row, and its
+        own inputs.
+        """
+        rows, order, node = self.snapshot.rows, self.snapshot.order, self._table.nodes[row]
+        inside, like = node.place, self.snapshot.describe(row)
+        if node.kind != "output" and node.place.parent is not None:
+            inside = node.place.parent
+        sources = inside.input_sources() if isinstance(inside, ModulePlace) else set()
+        return [
+            (other.site, self.snapshot.result(other.row))
+            for other in (self._table.nodes[r] for r in self.scanned("input", "output"))
+            if (other.place.is_inside(inside) or other.row in sources)
+            and order[other.row] < order[row]
+            and self.snapshot.describe(other.row) == like
+            and not nonfinite(rows[other.row : other.row + 1])[0]
+        ]
 
     def gradients_by_module(self, before: int) -> list[tuple[str, float]]:
         """Largest gradient of each module, in the order of backward, up to a row.
@@ -188,14 +208,22 @@ class Facts:
         """The module of the site; of a parameter, the one that owns it."""
         place = judged.node.place
         owner = place if isinstance(place, ModulePlace) else place.parent
-        return next((module for module, known in self._registry.modules() if known is owner), None)
+        return self._modules.get(owner) if owner is not None else None
+
+    @functools.cached_property
+    def _modules(self) -> dict[ModulePlace, nn.Module]:
+        return {place: module for module, place in self._registry.modules()}
 
     def optimizer(self, judged: Judged) -> OptimizerFacts | None:
         """What steps the parameter, with its moments if it is bad; else the only optimizer."""
         place = judged.node.place
         if not isinstance(place, ParameterPlace):
-            return self._optimizer_of(None)
-        return self.snapshot.facts.get(place) or self._optimizer_of(place)
+            return self._optimizers.get(None)
+        return self.snapshot.facts.get(place) or self._optimizers.get(place)
+
+    @functools.cached_property
+    def _optimizers(self) -> dict[ParameterPlace | None, OptimizerFacts]:
+        return self._ask_optimizers()
 
     @functools.cached_property
     def trained(self) -> list[torch.dtype]:
@@ -229,3 +257,14 @@ def number(value: float) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """Without the name of torch."""
     return str(dtype).removeprefix("torch.")
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Smallest positive value of a dtype, a subnormal."""
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal) * float(info.eps)
+
+
+def rounded(value: float) -> str:
+    """To one digit, as a setting to try."""
+    return f"{float(f'{value:.1g}'):g}"

@@ -642,20 +642,23 @@ class Hooks:
                     found[place] = _facts(optimizer, group, state)
         return found
 
-    def optimizer_of(self, place: ParameterPlace | None) -> OptimizerFacts | None:
-        """Which optimizer steps a parameter, without moments; None: the only one there is.
+    def optimizers(self) -> dict[ParameterPlace | None, OptimizerFacts]:
+        """What steps each watched parameter, without moments; under None the only optimizer.
 
-        Of several groups, only the options that agree.
+        There of several groups only the options that agree.
         """
-        found = []
+        found: dict[ParameterPlace | None, OptimizerFacts] = {}
+        only: list[OptimizerFacts] = []
         for plan in tuple(self._plans.values()):
             optimizer = plan.optimizer()
-            stepped = self._stepped(optimizer) if optimizer is not None else ()
-            groups = [group for of, group, _ in stepped if place is None or of is place]
-            if optimizer is not None and groups:
-                same = {k: v for k, v in groups[0].items() if all(g.get(k) is v for g in groups)}
-                found.append(_facts(optimizer, same, []))
-        return found[0] if len(found) == 1 else None
+            if optimizer is None or not plan.watched:
+                continue
+            groups = optimizer.param_groups
+            facts = {id(group): _facts(optimizer, group, []) for group in groups}
+            found |= {place: facts[id(group)] for place, group, _ in self._stepped(optimizer)}
+            agreed = {k: v for k, v in groups[0].items() if all(g.get(k) is v for g in groups)}
+            only.append(_facts(optimizer, agreed, []))
+        return found | ({None: only[0]} if len(only) == 1 else {})
 
     def _stepped(
         self, optimizer: Optimizer

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import (
 
 from nanscan import _C, _patches
 from nanscan._blame import Blame, Kind, Taint
+from nanscan._diagnose_op import causes, refuted
 from nanscan._location import Direction, Location, Op, Operand
 from nanscan._optrace import Event, OpTrace, Value
 from nanscan._save import load_saved
@@ -47,6 +48,7 @@ _logger = logging.getLogger("nanscan")
 
 _MAX_EVENTS = 20_000  # of one step, before it is settled in parts
 _MAX_FORWARD = 100_000  # ops whose backward may still come
+_UNLIKELY = 2  # suspicions to refute
 _A_NODE = "an autograd node returned it"
 _SIMPLE = (int, float, bool, str, type(None))
 
@@ -265,7 +267,7 @@ class Locating:
         event = taint.event
         forward = self._forward_of(event)
         at = self._op(event)
-        return Location(
+        location = Location(
             at,
             "propagated" if taint.kind == "outside" else "origin",
             _HOW[taint.kind],
@@ -279,6 +281,9 @@ class Locating:
             recomputed=event.recomputed,
             step=event.step,
         )
+        location.causes = causes(location)
+        location.unlikely = refuted(location)[:_UNLIKELY]
+        return location
 
     def _forward_of(self, event: Event) -> Event | None:
         """The op whose backward this is. Numbers are a thread's own: the likeliest name decides."""

@@ -91,6 +91,7 @@ class Location:
         recomputed: it ran again inside backward, for a checkpoint.
         step: number of the step, from 0; of those that ended while it was searched.
         causes: likely causes, best first; empty when no evidence points to one.
+        unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
     """
 
     at: Op
@@ -106,6 +107,7 @@ class Location:
     recomputed: bool = False
     step: int = 0
     causes: list[Cause] = field(default_factory=list)
+    unlikely: list[str] = field(default_factory=list)
 
     @property
     def op(self) -> str:

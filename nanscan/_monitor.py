@@ -422,7 +422,7 @@ class Monitor:
                     moments |= self._hooks.facts(optimizer, place)
                 if item.node.kind == "param":
                     self._add_given(item, moments.get(place))
-        facts = Facts(snapshot, self._table, self._registry, self._hooks.optimizer_of)
+        facts = Facts(snapshot, self._table, self._registry, self._hooks.optimizers)
         for item in judged:
             item.finding.causes = causes(item, facts)
             item.finding.unlikely = unlikely(item, facts)
@@ -468,7 +468,9 @@ class Monitor:
                 + ("" if saved else 'with enable(..., save="bad/") in the next run: ')
                 + f"nanscan.replay({str(path)!r}, model, step_fn)"
             )
-        text = f"nanscan: {finding}"
+        text = f"nanscan: why {finding.site} went bad in step {finding.step}: {location}"
+        if finding.replay:
+            text += f"\n  replay    {finding.replay}"
         if callable(self._action):
             self._action(finding)
         elif self._action == "log":

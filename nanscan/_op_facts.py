@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanscan._location import Op, Operand
+from nanscan._facts import name_of
+from nanscan._location import Location, Op, Operand
 from nanscan._scan import ScanResult
 
 _T = TypeVar("_T")
@@ -186,8 +187,11 @@ def _scan(c: Call) -> float | None:
 
 
 def _power(c: Call) -> float | None:
+    """Of a power that is not singular: `domain` knows those."""
     a, exponent = c.absmax("self"), c.number("exponent")
-    # A singular power is no overflow; `domain` knows it.
+    base, exponents = c.stats("self"), c.stats("exponent")
+    if base is not None and base.min is not None and base.min >= 0 and exponents is not None:
+        exponent = exponents.max if (exponents.min or 0) >= 0 else None
     return None if a is None or exponent is None or exponent < 0 else a**exponent
 
 
@@ -278,7 +282,7 @@ def _squared_difference(c: Call) -> float | None:
 
 
 _ADDS_SELF = ("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation")
-PRODUCTS = ("mm", "bmm", "mv", "dot", "linear", "mkldnn_linear", *_ADDS_SELF)
+PRODUCTS: tuple[str, ...] = ("mm", "bmm", "mv", "dot", "linear", "mkldnn_linear", *_ADDS_SELF)
 PRODUCTS += ("convolution", "cudnn_convolution", "mkldnn_convolution")
 
 _BOUNDS: dict[str, Callable[[Call], float | None]] = {
@@ -315,144 +319,86 @@ def largest_exponent(c: Call) -> float | None:
     return (math.log(limit(c.result.dtype)) + half) / math.log(base)
 
 
-# Where a function is defined ------------------------------------------------------------------
+# What the numbers say ----------------------------------------------------------------------
 
 
-@dataclass
-class Outside:
-    """What of an argument is outside of a function's domain; false if nothing is.
-
-    Attributes:
-        kinds: "zero", "negative values", ...
-        held: with numbers: "3 exact zeros of 12", "values down to -2".
-    """
-
-    kinds: list[str] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
-
-    def add(self, kind: str, held: str) -> None:
-        """One more."""
-        self.kinds.append(kind)
-        self.held.append(held)
-
-    def __bool__(self) -> bool:
-        return bool(self.kinds)
-
-    def __str__(self) -> str:
-        return " and ".join(self.held)
+def numel(operand: Operand | None) -> int:
+    """Elements; 0 of None."""
+    return math.prod(operand.shape) if operand is not None else 0
 
 
-@dataclass(frozen=True)
-class Domain:
-    """Where a function of one argument is finite, and its derivative is.
-
-    Attributes:
-        what: the function in words, up to what it is of: "log of", "division by".
-        remedy: what to write instead.
-        argument: the name of the argument.
-        low: the smallest value for which it is defined.
-        high: the largest.
-        pole: a value between them for which it is not.
-        at_ends: it is finite at `low` and `high`; its derivative is not.
-    """
-
-    what: str
-    remedy: str
-    argument: str = "self"
-    low: float = -math.inf
-    high: float = math.inf
-    pole: float | None = None
-    at_ends: bool = False
-
-    def outside(self, operand: Operand | float | None, *, backward: bool = False) -> Outside:
-        """What of an argument, or in backward of its argument, is outside of it."""
-        if operand is None:
-            return Outside()
-        if isinstance(operand, (int, float)):
-            return self._outside_number(float(operand), backward=backward)
-        stats = operand.stats
-        found = Outside()
-        if stats is None or stats.min is None or stats.max is None:
-            return found
-        points = [] if self.at_ends and not backward else [self.low, self.high]
-        points += [] if self.pole is None else [self.pole]
-        for point in points:
-            if held := _holds(operand, stats, point):
-                found.add("zero" if point == 0 else f"{point:g}", held)
-        if stats.min < self.low:
-            less = "negative values" if self.low == 0 else f"values below {self.low:g}"
-            found.add(less, f"values down to {stats.min:.6g}")
-        if stats.max > self.high:
-            found.add(f"values above {self.high:g}", f"values up to {stats.max:.6g}")
-        return found
-
-    def _outside_number(self, value: float, *, backward: bool) -> Outside:
-        at_end = value in (self.low, self.high) and (backward or not self.at_ends)
-        found = Outside()
-        if at_end or value == self.pole or not self.low <= value <= self.high:
-            found.add("zero" if value == 0 else f"{value:g}", f"the number {value:g}")
-        return found
+def absmax(operand: Operand) -> float:
+    """Largest finite magnitude; 0 where it is not known."""
+    return (operand.stats.absmax or 0.0) if operand.stats is not None else 0.0
 
 
-def zeros(operand: Operand) -> str:
-    """Says "3 exact zeros of 12"; "" if it holds none, or it is not known."""
-    stats = operand.stats
-    return "" if stats is None or stats.min is None else _holds(operand, stats, 0.0)
+def overflows(c: Call) -> bool:
+    """Whether a result that is not finite can only be overflow."""
+    if c.result is None or not is_bad(c.result) or given_bad(c):
+        return False
+    if not (c.result.dtype.is_floating_point):
+        return False
+    largest = bound(c)
+    return largest is not None and largest >= limit(c.result.dtype)
 
 
-def _holds(operand: Operand, stats: ScanResult, point: float) -> str:
-    """Whether a tensor holds a value, as far as its numbers say."""
-    if point == 0 and operand.has_moments:
-        count = stats.zero_count
-        return f"{count:,} exact zero{'s' * (count != 1)} of {stats.numel:,}" if count else ""
-    if stats.min == point:
-        return f"a smallest value of exactly {point:g}"
-    return f"a largest value of exactly {point:g}" if stats.max == point else ""
+def given_bad(c: Call) -> bool:
+    """Whether an argument was not finite already."""
+    numbers = (x for x in c.settings.values() if isinstance(x, float))
+    return any(map(is_bad, c.tensors.values())) or not all(map(math.isfinite, numbers))
 
 
-_LOG = "x.clamp(min=torch.finfo(x.dtype).tiny).{0}(), or log_softmax in the place of softmax + log"
-_ARC = "torch.{0}(x.clamp(-1 + eps, 1 - eps)) with eps = 1e-6, in 16 bits 1e-3"
-_DIVISION = (
-    "x / y.clamp(min=eps) where y >= 0; or y = torch.where(y == 0, 1, y) before the division"
-)
-_SQRT = "torch.sqrt(x.clamp(min=0) + eps)"
-
-_DOMAINS = {
-    **{name: Domain(f"{name} of", _LOG.format(name), low=0) for name in ("log", "log2", "log10")},
-    "xlogy": Domain("log of", "torch.special.entr, or y.clamp(min=eps)", argument="other", low=0),
-    "log1p": Domain("log1p of", "x.clamp(min=-1 + eps).log1p()", low=-1),
-    "logit": Domain("logit of", "torch.logit(x, eps=1e-6)", low=0, high=1),
-    "sqrt": Domain("square root of", _SQRT, low=0, at_ends=True),
-    "rsqrt": Domain("reciprocal square root of", "torch.rsqrt(x.clamp(min=0) + eps)", low=0),
-    "reciprocal": Domain("division by", _DIVISION, pole=0),
-    "div": Domain("division by", _DIVISION, argument="other", pole=0),
-    "remainder": Domain("remainder of a division by", _DIVISION, argument="other", pole=0),
-    "fmod": Domain("remainder of a division by", _DIVISION, argument="other", pole=0),
-    "acos": Domain("acos of", _ARC.format("acos"), low=-1, high=1, at_ends=True),
-    "asin": Domain("asin of", _ARC.format("asin"), low=-1, high=1, at_ends=True),
-    "atanh": Domain("atanh of", _ARC.format("atanh"), low=-1, high=1),
-    "erfinv": Domain("erfinv of", _ARC.format("erfinv"), low=-1, high=1),
-    "acosh": Domain("acosh of", "torch.acosh(x.clamp(min=1 + eps))", low=1, at_ends=True),
-}
+def made_by(c: Call) -> Operand:
+    """What a call returned."""
+    if c.result is None:
+        raise AssertionError("nanscan: internal: an op without results was judged")
+    return c.result
 
 
-def domain(c: Call) -> Domain | None:
-    """Where a function is defined; None: everywhere, or it is not known."""
-    return _power_domain(c.number("exponent")) if c.function == "pow" else _DOMAINS.get(c.function)
+def reaches(c: Call) -> str:
+    """How large the operands are, and the result can get, against its dtype."""
+    dtype, largest = made_by(c).dtype, bound(c)
+    most = limit(dtype)
+    parts = [
+        f"{named(o)} reaches {absmax(o):.6g}, {share(absmax(o), most)} of the largest "
+        f"{name_of(dtype)}"
+        for o in c.tensors.values()
+        if absmax(o)
+    ]
+    parts += [f"{name} is {c.settings[name]:g}" for name in ("other", "exponent") if c.number(name)]
+    products = summed_products(c) if c.function in PRODUCTS else None
+    of = f", {products:,} products a value" if products else ""
+    parts.append(f"the result can get to {largest:.3g}{of}; {name_of(dtype)} ends at {most:.6g}")
+    return "; ".join(parts)
 
 
-def domain_of_node(node: str) -> Domain | None:
-    """The same of the function whose backward a node is."""
-    return _DOMAINS.get(node_function(node))
+def forward_call(location: Location) -> Call:
+    """The forward op: of backward the one that made the node, where it is known."""
+    return call(location.forward if location.forward is not None else location.at)
 
 
-def _power_domain(exponent: float | None) -> Domain | None:
-    """Of x ** exponent. A whole exponent is defined below zero, a negative one not at zero."""
-    if exponent is None or (exponent >= 1 and float(exponent).is_integer()) or exponent == 0:
-        return None
-    what = f"power {exponent:g} of"
-    if float(exponent).is_integer():
-        return Domain(what, "(x + eps) ** exponent where x >= 0", pole=0)
-    remedy = "(x.clamp(min=0) + eps) ** exponent"
-    # From 1 on the derivative is finite at zero, too: it is a power between 0 and 1.
-    return Domain(what, remedy, low=0, at_ends=exponent > 0)
+def named(operand: Operand) -> str:
+    """Its name, and what is known of it."""
+    return f"{operand.name} ({operand.what})" if operand.what else operand.name
+
+
+def share(x: float, most: float) -> str:
+    """In percent."""
+    return f"{100 * x / most:.2g} %"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def bad_counts(stats: ScanResult) -> str:
+    """How many of each kind, of how many."""
+    counts = (stats.nan_count, "NaN"), (stats.posinf_count, "+Inf"), (stats.neginf_count, "-Inf")
+    return f"{', '.join(f'{n:,} {name}' for n, name in counts if n)} of {stats.numel:,}"
+
+
+def made_counts(c: Call) -> str:
+    """The same of what a call returned."""
+    stats = c.result.stats if c.result is not None else None
+    return "" if stats is None else f"the result has {bad_counts(stats)}"

@@ -49,8 +49,7 @@ def report(finding: Finding) -> str:
         lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
     if not finding.causes and finding.verdict == "origin":
         lines += _block("cause", ["no likely cause found"])
-    for suspicion in finding.unlikely:
-        lines += _block("unlikely", [suspicion])
+    lines += _block("unlikely", finding.unlikely)
     lines += _block("also bad", _affected(finding.affected))
     lines += _block("replay", [finding.replay] if finding.replay else [])
     if finding.location is not None:
@@ -74,12 +73,14 @@ def located(location: Location) -> str:
         lines += _table("forward", location.forward.operands)
     if location.consequence is not None:
         what = "read by" if location.at.results[0].stats is None else "NaN at"
-        lines += _block(what, [f"{location.consequence.name}, {_line(location.consequence)}"])
+        line = f", {_line(location.consequence)}" if location.consequence.file else ""
+        lines += _block(what, [location.consequence.name + line])
     for cause in location.causes:
         lines += _block("cause", [cause.title])
         lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
     if not location.causes:
         lines += _block("cause", ["no likely cause found"])
+    lines += _block("unlikely", location.unlikely)
     return "\n".join(lines)
 
 

@@ -178,3 +178,18 @@ def run_quiet(function, *args, **kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", nanscan.NonFiniteWarning)
         return function(*args, **kwargs)
+
+
+def diagnosed(model, run, **options):
+    """A closed monitor of what `run` did; findings are kept, and nothing is printed."""
+    with nanscan.watch(model, action=lambda _: None, **options) as monitor:
+        run()
+    return monitor
+
+
+def first_fault(monitor: nanscan.Monitor) -> nanscan.Finding:
+    return next(f for f in monitor.findings if f.verdict != "near-limit")
+
+
+def titles(finding: nanscan.Finding) -> list[str]:
+    return [cause.title for cause in finding.causes]

@@ -137,9 +137,9 @@ def test_fully_masked_rows_of_a_softmax(softmax):
 
 
 def test_fully_masked_rows_along_another_dim():
-    cause = only(lambda: F.softmax(torch.cat([ROWS, ROWS[:1]], 1).T, 0))
-    assert cause.title == "1 row of the softmax is fully masked"
-    assert "1 whole row of 4" in cause.evidence if False else "whole row of" in cause.evidence
+    cause = only(lambda: F.softmax(torch.cat([ROWS, ROWS[:1]]).T, 0))
+    assert cause.title == "2 rows of the softmax are fully masked"
+    assert "7 -Inf; the bad values are 2 whole rows of 3 along dim 0" in cause.evidence
 
 
 def test_a_softmax_of_a_row_with_plus_inf_is_not_masked():
@@ -156,7 +156,10 @@ def test_the_backward_of_logsumexp_of_a_masked_row():
 
 @pytest.mark.parametrize("largest", [torch.amax, lambda *a, **k: torch.max(*a, **k).values])
 def test_fully_masked_row_of_a_hand_written_softmax(largest):
-    cause = only(lambda: (ROWS - largest(ROWS, -1, keepdim=True)).exp())
+    def softmax():
+        return (ROWS - largest(ROWS, -1, keepdim=True)).exp()
+
+    cause = only(softmax)
     assert cause.title == "1 row of a hand-written softmax is fully masked: -Inf - (-Inf)"
     assert "holds 1 -Inf; the 3 NaN are 1 whole row of 3" in cause.evidence
 
@@ -362,6 +365,8 @@ def test_a_small_denominator_is_no_zero():
     )
 
 
+BAD = torch.tensor([-1.0, INF])
+
 # Outside of a function's domain -------------------------------------------------------------------
 
 
@@ -383,7 +388,7 @@ def test_a_small_denominator_is_no_zero():
         (lambda: torch.ones(2).div_(0), "division by zero", "other has the number 0"),
         (lambda: torch.ones(2) % torch.zeros(2), "remainder of a division by zero", "2 exact"),
         (lambda: torch.tensor([1.5]).acos(), "acos of values above 1", "up to 1.5"),
-        (lambda: torch.tensor([1.0]).atanh(), "atanh of 1", "largest value of exactly 1"),
+        (lambda: torch.tensor([0.5, 1.0]).atanh(), "atanh of 1", "largest value of exactly 1"),
         (lambda: torch.tensor([-8.0]) ** 0.3, "power 0.3 of negative values", "down to -8"),
         (lambda: torch.tensor([0.0, 1.0]) ** -2, "power -2 of zero", "1 exact zero of 2"),
         (
@@ -410,7 +415,7 @@ def test_outside_of_a_domain(fn, title, held):
         (lambda: half(300.0, 0.0) ** 2, ["pow overflows float16"]),
         (lambda: half(300.0, -1.0) ** 3, ["pow overflows float16"]),
         (lambda: half(6e4, 0.0) / 0.5, ["division by values close to 0 overflows float16"]),
-        (lambda: torch.tensor([-1.0, INF]).sqrt(), ["the data was bad before anything ran"]),
+        (lambda: BAD.sqrt(), ["the data was bad before anything ran"]),
     ],
 )
 def test_inside_of_a_domain(fn, titled):
@@ -419,7 +424,7 @@ def test_inside_of_a_domain(fn, titled):
 
 def test_entropy_of_a_zero_probability():
     p = leaf(0.0, 0.5)
-    cause = only(lambda: (p * p.log()).sum())
+    cause = only(backward(lambda: p * p.log()))
     assert cause.title == "log of zero, then 0 * -Inf"
     assert cause.remedy.startswith("torch.special.entr(p)")
 
@@ -461,7 +466,7 @@ def test_power_of_two_tensors():
     assert titles(lambda: base ** torch.tensor([2.0, -1.0])) == [
         "power of a base of zero with a negative exponent"
     ]
-    assert titles(lambda: half(300.0) ** half(2.0)) == []
+    assert titles(lambda: half(300.0) ** half(2.0)) == ["pow overflows float16"]
 
 
 # In backward --------------------------------------------------------------------------------------
@@ -480,7 +485,8 @@ def test_the_where_trap(fn, function, argument):
     (cause,) = causes(location)
     assert location.direction == "backward"
     assert cause.title == (f"torch.where does not stop 0 * Inf = NaN in the backward of {function}")
-    assert "1 exact zero of 2" in cause.evidence
+    assert cause.evidence.startswith("its argument has ")
+    assert "drops its result the gradient is 0 (1 exact zero of 2)" in cause.evidence
     assert f"safe = torch.where(ok, x, 1); torch.where(ok, {argument}, 0)" in cause.remedy
 
 
@@ -489,7 +495,7 @@ def test_the_where_trap(fn, function, argument):
     [
         (lambda y, ok: y.masked_fill(~ok, 0.0), "torch.masked_fill"),
         (lambda y, ok: y[ok], "indexing"),
-        (lambda y, ok: y * ok, "multiplication by a mask"),
+        (lambda y, ok: y * ok, "multiplication by 0"),
     ],
 )
 def test_other_selections_are_such_traps_too(select, by):
@@ -528,14 +534,14 @@ def test_square_root_at_zero_in_backward_is_no_where_trap():
     )
 
 
-def test_a_where_after_a_gradient_that_overflows_is_no_trap():
-    x = torch.full((2,), 1.0, dtype=torch.float16, requires_grad=True)
+def test_a_where_of_gradients_that_overflow_is_no_trap():
+    x = torch.full((2,), 1e-4, dtype=torch.float16, requires_grad=True)
 
     def loss():
         y = x.sqrt()
-        return (torch.where(y > 0, y, 0.0).float() * 1e9).sum() * 1e-9
+        return torch.where(y > 0, y, 0.0) * 30000.0
 
-    assert [t for t in titles(backward(loss)) if "where" in t or "derivative" in t] == []
+    assert titles(backward(loss)) == ["division by values close to 0 overflows float16"]
 
 
 @pytest.mark.parametrize(("fn", "at"), [(torch.acos, "1"), (torch.asin, "1"), (torch.atanh, "1")])
@@ -636,11 +642,9 @@ def test_overflow_in_backward():
     x = torch.ones(1, 4, dtype=torch.float16, requires_grad=True)
     weight = full(3, 4, value=300)
 
-    def loss():
-        return (F.linear(x, weight) * 100.0).sum() * 1e-3 if False else F.linear(x, weight)
-
-    cause = only(lambda: loss().backward(full(1, 3, value=300)))
+    cause = only(lambda: F.linear(x, weight).backward(full(1, 3, value=300)))
     assert cause.title == "mm overflows float16 in the backward of MmBackward0"
+    assert "the result can get to 2.7e+05, 3 products a value" in cause.evidence
 
 
 def test_an_infinity_far_from_the_limit_is_no_overflow():
@@ -663,6 +667,13 @@ def test_residual_branches_of_different_scale():
     assert overflow.title == "add overflows float16"
 
 
+def test_a_residual_sum_in_place():
+    trunk = full(2, 2, value=65000)
+    residual, _ = diagnose(lambda: trunk.clone().add_(full(2, 2, value=5000)))
+    assert residual.title == "one branch of a residual sum has outgrown the other"
+    assert "is in [6.499e+04, 6.499e+04]; other" in residual.evidence
+
+
 @pytest.mark.parametrize(
     ("trunk", "other"),
     [
@@ -682,11 +693,11 @@ def test_values_that_float16_holds_do_not_overflow():
 
 
 def test_finite_operands_speak_against_bad_data():
-    lines = refuted(locate(lambda: torch.ones(2) / torch.zeros(2)))
-    assert lines == [
+    (line,) = refuted(locate(lambda: torch.ones(2) / torch.zeros(2)))
+    assert line == (
         "bad data or weights: unlikely because aten.div.Tensor was given 2 tensors without a "
         "non-finite value"
-    ]
+    )
 
 
 def test_nothing_speaks_against_data_that_was_bad():
