@@ -139,7 +139,8 @@ class Blame:
         if not handed:
             if any(_is_infinite(x) for x in event.settings.values()):
                 return self._add("mask", event)
-            return self._add("made" if nan or posinf else "minus", event)
+            is_fault = nan or (posinf and not event.settings.get("zero_infinity"))
+            return self._add("made" if is_fault else "minus", event)
         taint = _gravest(handed)
         if taint.kind == "raw" and taint.consequence is None:
             taint.consequence = event
@@ -154,6 +155,9 @@ class Blame:
 
     def _of_unknown(self, value: Value, event: Event) -> Taint:
         """The reason of a value that no op made before our eyes."""
+        via: Taint | None = None if value.via is None else value.via.taint
+        if via is not None:
+            return via
         if value.raw is not None:
             return self._add("raw", value.raw)
         if value.is_rewritten and self._taints:  # through a view: most likely by the latest

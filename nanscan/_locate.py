@@ -235,9 +235,10 @@ class Locating:
                 if not torch.is_grad_enabled():
                     self.settle()
 
-    def _optimizer_begins(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _optimizer_begins(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         frame = user_frame(sys._getframe(1))  # noqa: SLF001 - where inspect is too slow
-        self._trace.thread.optimizer = (frame.f_code, frame.f_lineno) if frame else (None, 0)
+        closure = getattr(kwargs.get("closure", args[-1] if args else None), "__code__", None)
+        self._trace.thread.optimizer = None if frame is None else frame.f_code, closure
 
     def _optimizer_ended(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._trace.thread.optimizer = None

@@ -6,6 +6,7 @@ identity and version. What the rows say is judged in _blame.py.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
@@ -21,12 +22,13 @@ from nanscan import _C
 from nanscan._scan import Record, scan_anywhere
 from nanscan._sites import ModulePlace
 from nanscan._tensors import Unscannable, plain_parts
-from nanscan._userframe import user_frame, user_frame_in_backward
+from nanscan._userframe import is_called_by, user_frame, user_frame_in_backward
 
 _scan_once = _C.scan_once
 _node = torch._C._current_autograd_node  # noqa: SLF001 - no public spelling
 _sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - no public spelling
 _SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # by which autograd sums gradients
+_DETACH = "aten.detach.default"  # of x.detach() and x.data
 _LEAF = "torch::autograd::AccumulateGrad"
 _CLEAN = bytes(24)  # the counts of a finite row
 _COUNTS = slice(8, 32)
@@ -141,6 +143,10 @@ class Value:
         raw: the op whose uninitialised memory it may be.
         taint: why it is not finite; None: it is, or nobody asked.
         base: what it is a view of.
+        via: what a view of it held last that was not finite, when it was written through that.
+        number: of the op at which this was noted.
+        is_apart: it is, or is a view of, what may be the `data` of a tensor: a write of it counts no
+            version of that tensor.
         is_rewritten: it was written through another view, or by code that is not seen.
     """
 
@@ -148,18 +154,21 @@ class Value:
         "address",
         "base",
         "dtype",
+        "is_apart",
         "is_rewritten",
         "maker",
         "moments",
+        "number",
         "raw",
         "ref",
         "row",
         "shape",
         "taint",
         "versions",
+        "via",
     )
 
-    def __init__(self, tensor: torch.Tensor, maker: Event | None, row: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, maker: Event | None, row: Any, number: int) -> None:
         self.ref = weakref.ref(tensor)
         version, self.address = _state(tensor)
         self.versions: tuple[int, ...] = (version, version)
@@ -169,8 +178,11 @@ class Value:
         self.raw: Event | None = None
         self.taint: Any = None
         self.base: Value | None = None
+        self.via: Value | None = None
+        self.number = number
+        self.is_apart = False
         self.is_rewritten = False
-        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.dtype, self.shape = tensor.dtype, _shape(tensor)
 
     @property
     def counts(self) -> bytes:
@@ -254,12 +266,25 @@ def _state(tensor: torch.Tensor) -> tuple[int, int]:
         return -1, 0
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor is a view of; 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor only that of its memory is a shape."""
+    return tuple(tensor.values().shape if tensor.is_nested else tensor.shape)
+
+
 class _Thread(threading.local):
     """What runs in a thread.
 
     Attributes:
         modules: places that are running, and whether a backward called each.
-        optimizer: code and line of the user's call of an optimizer's step, while that runs.
+        optimizer: who called an optimizer's step, while that runs, and the closure it was given.
         node: the autograd node that ran the latest op, until it is done.
         outputs: what it returned.
         done: name and sequence number of the node that ran the latest op and is done.
@@ -267,7 +292,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.modules: list[tuple[ModulePlace | None, bool]] = []
-        self.optimizer: tuple[CodeType | None, int] | None = None
+        self.optimizer: tuple[CodeType | None, CodeType | None] | None = None
         self.node: Any = None
         self.outputs: list[Value | None] = []
         self.done: tuple[str, int] | None = None
@@ -294,6 +319,9 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.thread = _Thread()
         self.count = 0
         self._values: dict[int, Value] = {}  # by id(tensor)
+        # By address of a storage that was written through x.data, which counts no version of x: the
+        # number of the latest op that did.
+        self._written: dict[int, int] = {}
         self._on_event = on_event
         self._on_node = on_node
 
@@ -325,6 +353,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def settle(self, most: int) -> None:
         """Lets go of tensors that are no more, and of all but the latest ops of forwards."""
         self._values = {key: v for key, v in self._values.items() if v.ref() is not None}
+        self._written.clear()
         if len(self.forward) > most:
             self.forward = dict(list(self.forward.items())[-most // 2 :])
 
@@ -336,6 +365,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value is not None and value.ref() is tensor:
             version, address = _state(tensor)
             if version in value.versions and address == value.address and version >= 0:
+                if self._written and value.number < self._written.get(_storage(tensor), 0):
+                    return None
                 return value
         return None
 
@@ -345,13 +376,24 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value is not None and not value.is_unread:
             return value
         old = self._values.get(id(tensor))
-        value = self._values[id(tensor)] = Value(tensor, None, _scan(tensor))
+        value = self._values[id(tensor)] = Value(tensor, None, _scan(tensor), self.count)
         if old is not None and old.ref() is tensor:
-            value.raw = old.raw
-            value.is_rewritten = old.versions != value.versions or old.address != value.address
-            if not value.is_rewritten:
+            value.raw, value.base, value.is_apart = old.raw, old.base, old.is_apart
+            if old.is_unread and value.versions[0] in old.versions:
                 value.maker = old.maker
+            else:
+                value.is_rewritten = True
+                value.via = (old.base or old).via
         return value
+
+    def _note_write(self, tensor: torch.Tensor) -> None:
+        """An op is about to write a tensor, which may be the `data` of another one."""
+        known = self._values.get(id(tensor))
+        is_apart = known is None or known.ref() is not tensor or known.is_apart
+        if is_apart or self._written:
+            storage = _storage(tensor)
+            if is_apart or storage in self._written:
+                self._written[storage] = self.count
 
     def _take(
         self, event: Event, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -371,6 +413,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, tensor in tensors:
                 if argument in info.written:
                     written.append((argument, tensor))
+                    self._note_write(tensor)
                     if argument in info.overwrites:
                         continue
                 value = self.value(tensor)
@@ -401,11 +444,15 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raw = old.raw if old is not None and old.ref() is tensor else None
         is_unread = raw is not None and old is not None and old.row is None
         if argument in info.fills and (info.late or is_unread):
-            value = Value(tensor, event, None)
+            value = Value(tensor, event, None, event.number)
             value.raw = event if info.late else raw
         else:
-            value = Value(tensor, event, None if info.empty else _scan(tensor))
+            value = Value(tensor, event, None if info.empty else _scan(tensor), event.number)
             value.raw = event if info.empty else None
+        if old is not None and old.ref() is tensor and old.base is not None:
+            value.base, value.is_apart = old.base, old.is_apart
+            if isinstance(value.row, _C.PendingScan) or value.is_bad:
+                value.base.via = value
         if value.versions[0] >= 0:
             value.versions = value.versions[0], value.versions[0] + 1
         self._values[id(tensor)] = value
@@ -413,18 +460,19 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new(self, event: Event, info: OpInfo, x: torch.Tensor) -> Value:
         if info.empty or info.late:
-            value = Value(x, event, None)
+            value = Value(x, event, None, event.number)
             value.raw = event
         elif info.is_view and event.operands:
             base = event.operands[0][1]
-            is_whole = x.shape.numel() == base.shape.numel()
+            is_whole = math.prod(_shape(x)) == math.prod(base.shape)
             row = base.row if is_whole or base.is_unread else _scan(x)
-            value = Value(x, base.maker, row)
+            value = Value(x, base.maker, row, event.number)
             value.raw, value.taint, value.is_rewritten = base.raw, base.taint, base.is_rewritten
             value.base = base.base or base
+            value.is_apart = base.is_apart or info.name == _DETACH
             value.versions += base.versions  # torch makes them share a count when the op is over
         else:
-            value = Value(x, event, _scan(x))
+            value = Value(x, event, _scan(x), event.number)
         return value
 
     # -- places ----------------------------------------------------------------------------------
@@ -432,14 +480,13 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_place(self, event: Event) -> None:
         thread = self.thread
         node = _node()
+        here = sys._getframe(2)  # noqa: SLF001 - on a path where inspect is too slow
         if thread.optimizer is not None and not thread.modules and node is None:
-            event.in_optimizer = True
-            event.code, event.line = thread.optimizer
-            return
+            caller, closure = thread.optimizer
+            event.in_optimizer = closure is None or not is_called_by(closure, caller, here)
         if thread.modules:
             event.place, event.recomputed = thread.modules[-1]
         event.thread = threading.get_ident()
-        here = sys._getframe(2)  # noqa: SLF001 - on a path where inspect is too slow
         if node is None or event.recomputed:
             frame = user_frame(here)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch.autograd import graph
@@ -44,3 +44,12 @@ def user_frame_in_backward(frame: FrameType | None) -> tuple[FrameType | None, b
             return found, True
         frame = frame.f_back
     return found, False
+
+
+def is_called_by(caller: CodeType, before: CodeType | None, frame: FrameType | None) -> bool:
+    """Whether a function runs in a frame or around it, inside of another one."""
+    while frame is not None and frame.f_code is not before:
+        if frame.f_code is caller:
+            return True
+        frame = frame.f_back
+    return False
