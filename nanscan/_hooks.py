@@ -41,6 +41,7 @@ from nanscan._scan import check, prepare, scan_anywhere
 from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds, gradient_dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
 from nanscan._skip import Gradients, Skipper, is_stand_in
+from nanscan._spoiled import Suspects
 from nanscan._table import OptimizerFacts, Outcome, Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason, rounds_to_zero
 
@@ -65,6 +66,8 @@ class Hooks:
         table: where scans go.
         kinds: what to scan.
         on_sweep: called with scans of the parameters of a model, before it first runs.
+        on_spoiled: called with scans of parameters that went bad between two steps, and how; and
+            again when they are fine.
         on_forward: called after an outermost module call, with its place.
         on_step: called after an optimizer step, with the optimizer and what became of the step.
         on_call: called before an outermost module call, with module and arguments; None: never.
@@ -79,6 +82,7 @@ class Hooks:
         kinds: frozenset[str],
         *,
         on_sweep: Callable[[Scans], None],
+        on_spoiled: Callable[[Scans, str], None],
         on_forward: Callable[[ModulePlace], None],
         on_step: Callable[[Optimizer, Outcome], None],
         on_call: Callable[[nn.Module, Any, Any], None] | None = None,
@@ -102,6 +106,8 @@ class Hooks:
         self._leaf = self._calls.leaf
         registry.listen(self._calls.add, self._calls.remove)
         self._on_sweep = on_sweep
+        self._on_spoiled = on_spoiled
+        self._suspects = Suspects(registry, table)
         self._on_forward = on_forward
         self._on_step = on_step
         self._on_call = on_call
@@ -329,6 +335,7 @@ class Hooks:
 
     def forward_ended(self, place: ModulePlace) -> None:
         """An outermost module returned."""
+        self._look_for_spoiled()
         self._ran |= torch.is_grad_enabled()
         self._on_forward(place)
 
@@ -345,18 +352,29 @@ class Hooks:
                     if known is not None and known.watched and known.param.row < 0:
                         self._table.add(known.param)
                         swept.append((parameter, known.param))
+        scans = self._scan_apart(swept)
+        # Nobody knows when, and if, a CUDA graph that is being recorded will run.
+        captured = any(isinstance(scan, _C.PendingScan) and scan.captured for _, scan, _ in scans)
+        if scans and not captured:
+            self._on_sweep(scans)
+
+    def _scan_apart(self, pairs: list[tuple[torch.Tensor, Node]]) -> Scans:
+        """Scans outside of the table's rows; what is no plain tensor, into its row after all."""
         scans: Scans = []
-        rows = _C.scan_once_many([parameter for parameter, _ in swept], False)
-        for (tensor, node), scanned in zip(swept, rows, strict=True):
+        rows = _C.scan_once_many([tensor for tensor, _ in pairs], False)
+        for (tensor, node), scanned in zip(pairs, rows, strict=True):
             row = scan_anywhere(tensor) if isinstance(scanned, int) else scanned
             if isinstance(row, int):
                 self._scan_unusual(tensor, node, row)
             else:
                 scans.append((node, row, _C.describe(tensor) or ("float32", ())))
-        # Nobody knows when, and if, a CUDA graph that is being recorded will run.
-        captured = any(isinstance(scan, _C.PendingScan) and scan.captured for _, scan, _ in scans)
-        if scans and not captured:
-            self._on_sweep(scans)
+        return scans
+
+    def _look_for_spoiled(self) -> None:
+        """Has a parameter gone bad since its last scan? Asked as soon as something else has."""
+        if "param" in self._kinds:
+            for how, scans in self._suspects.look():
+                self._on_spoiled(scans, how)
 
     def _visit_one(self, x: Any, node: Node, around: tuple[int, ...] = ()) -> None:
         row = self._visit(x, node.row)
@@ -477,6 +495,7 @@ class Hooks:
             return
         if self._ran or not self._registry.only:
             self.watch(tensors, "loss", "loss")
+            self._look_for_spoiled()
 
     def clipping_begins(self, parameters: list[torch.Tensor]) -> None:
         """Scans gradients as backward left them. Before the step they are scanned as they are."""
@@ -544,6 +563,7 @@ class Hooks:
             )
             if self._table.last_ticket != ticket:
                 self._bad_gradients = self._table.resets
+                self._look_for_spoiled()
             self._cost.rest += time.perf_counter() - began
 
     def _look_at_gradients(self, optimizer: Optimizer, plan: _Plan) -> tuple[Gradients, bool]:
@@ -575,6 +595,7 @@ class Hooks:
                 # Before a closure ran, its model may not have been known.
                 plan = (self._plan(optimizer) or plan) if plan.has_loose else plan
                 began = time.perf_counter()
+                self._suspects.stepped(id(optimizer), plan.watched, scanned=self.turn.slow)
                 if self.turn.slow:
                     self._scan_after_step(optimizer, plan)
                 scanned = time.perf_counter()

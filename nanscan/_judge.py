@@ -367,6 +367,9 @@ class _Step:
             judged.untrained = True
             judged.finding.how = "it was so before its model first ran"
             return judged
+        if self._snapshot.spoiled:
+            judged.finding.how = self._snapshot.spoiled
+            return judged
         place = node.place
         if node.kind == "input":
             by_code = node.computed or place.parent is not None
@@ -419,7 +422,7 @@ class _Step:
             verdict=verdict,
             how=_HOW.get(verdict, ""),
             stats=self._stats(row),
-            given=self._seen(self._given(node)),
+            given=self._seen(self._given(node), as_known=node.kind == "output"),
             before=self._seen(self._rows_before(row)),
             history=self._table.history(row),
             aliases=list(node.place.aliases) if isinstance(node.place, ParameterPlace) else [],
@@ -491,12 +494,15 @@ class _Step:
     def _stats(self, row: int) -> ScanResult:
         return self._snapshot.result(row)
 
-    def _seen(self, rows: Iterable[int]) -> list[Seen]:
+    def _seen(self, rows: Iterable[int], *, as_known: bool = False) -> list[Seen]:
+        """Rows of this step, and parameters that were bad before; `as_known`: as they were then."""
         known = self._judge._bad_parameters  # noqa: SLF001
         return [
             (
                 self._table.nodes[row].site,
-                self._stats(row) if self._was_scanned(row) else known[row],
+                known[row]
+                if row in known and (as_known or not self._was_scanned(row))
+                else self._stats(row),
             )
             for row in rows
             if row in known or self._was_scanned(row)

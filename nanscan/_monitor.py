@@ -86,6 +86,7 @@ class Monitor:
             self._table,
             kinds,
             on_sweep=self._parameters_swept,
+            on_spoiled=self._parameters_spoiled,
             on_forward=self._forward_ended,
             on_step=self._optimizer_stepped,
             on_call=None if save is None else self._call_begins,
@@ -270,6 +271,10 @@ class Monitor:
                 self._look()  # what other models did before comes first
             self._pending.append(Sweep(self._step, scans, self._calls()))
             self._judge_arrived()
+
+    def _parameters_spoiled(self, scans: Scans, how: str) -> None:
+        with self._lock:  # what these made bad is judged after them
+            self._pending.append(Sweep(self._step, scans, self._calls(), how))
 
     def _optimizer_stepped(self, optimizer: Optimizer, outcome: Outcome) -> None:
         self._waits_for_optimizer = True
@@ -536,7 +541,8 @@ def enable(  # noqa: PLR0913 - options by name
             "output", the "loss" that a backward starts from, each `probe`, parameter "grad" before
             an optimizer step, "param" and "buffer" (where it changed) after it; and, not by
             default, "grad_output", the gradient that reaches each output, and "state", the
-            optimizer's moments.
+            optimizer's moments. On the CPU a parameter that other code made bad between two steps
+            is named as well; on other devices what the next forward makes of it is the origin.
         action: what to do on the first bad step of an episode: "warn", "raise" a NonFiniteError
             from the call that ends the step, "log" to the logger "nanscan", or a callable that
             gets the Finding. Values near the limit never raise: they are logged, or given to the
