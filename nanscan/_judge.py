@@ -158,6 +158,7 @@ class Judge:
         self._bad_parameters: dict[int, ScanResult] = {}  # by row, as last scanned
         self._reported: set[int] = set()  # rows reported as bad in this episode
         self._near: set[int] = set()  # rows reported as near the limit, still there
+        self._latest: set[int] = set()  # rows that were bad in the last whole snapshot
         self._absorbed = -1, -1  # step and row, as last reported: a step may be judged in parts
 
     @property
@@ -168,9 +169,11 @@ class Judge:
     def judge(self, snapshot: Snapshot) -> list[Judged]:
         """What is new in a step, in the order in which it happened."""
         if not (snapshot.notable or self._reported or self._near):
-            return []
+            return []  # and so `_latest` is empty
         step = _Step(self, snapshot)
         bad = step.bad_rows()
+        if snapshot.whole:
+            self._latest = set(bad)
         near = self._newly_near(snapshot, set(bad))
         news = [step.describe(row, "near-limit") for row in near]
         if snapshot.skips and step.is_of_backward(bad):
@@ -191,7 +194,8 @@ class Judge:
             if absorbed:
                 self._absorbed = snapshot.step, absorbed[0].node.row
             return [*news, *faults, *absorbed]
-        if snapshot.whole and self._reported and not bad and not self._bad_parameters:
+        is_over = snapshot.whole and not snapshot.continues and not bad
+        if is_over and self._reported and not self._bad_parameters:
             news += self._recovered(step, snapshot)
         return news
 
@@ -279,6 +283,8 @@ class _Step:
         self._rows = snapshot.rows
         self._order = snapshot.order
         self._earlier: set[int] = set(judge._bad_parameters)  # noqa: SLF001 - rows already bad
+        if snapshot.continues:
+            self._earlier |= judge._latest  # noqa: SLF001
         self._made = False  # whether something went bad in this step that no caller handed in
 
     def note(self, row: int) -> None:

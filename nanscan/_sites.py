@@ -365,6 +365,11 @@ class Registry:
                 yield parameter, place
 
     @property
+    def is_trainable(self) -> bool:
+        """Whether backward has gradients to make."""
+        return any(parameter.requires_grad for parameter, _ in self.live_parameters())
+
+    @property
     def parameters_known(self) -> int:
         """How many parameters that modules still have were named."""
         return sum(self._known(parameter) is not None for parameter in self._parameters)

@@ -74,6 +74,7 @@ class Snapshot:
             one that it let pass; 0: it let this one pass.
         scale: the GradScaler's then.
         turn: what was scanned.
+        continues: it is what came after the last whole one, in the same step.
         facts: what explains parameters that went bad in the step, by their places.
         calls: what is kept of the calls of outermost modules in the step.
     """
@@ -92,6 +93,7 @@ class Snapshot:
     skips: int = 0
     scale: float = math.nan
     turn: Turn = FULL
+    continues: bool = False
     facts: dict[ParameterPlace, OptimizerFacts] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
 
@@ -177,6 +179,10 @@ class Table:
     def order(self, row: int) -> int:
         """Position of a row among the first visits since the last snapshot; 0: not visited."""
         return self.core.order(row)
+
+    def latest_order(self, row: int) -> int:
+        """The same; where it was not visited, that of the last step in which it was."""
+        return self.core.order(row) or self.core.latest_order(row)
 
     def add(self, node: Node) -> int:
         """Gives a node its row."""
