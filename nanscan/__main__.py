@@ -1,8 +1,9 @@
-"""The command line: python -m nanscan info | demo | run script.py args..."""
+"""The command line: python -m nanscan info | demo | run script.py ... | locate script.py ..."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import runpy
 import sys
@@ -13,6 +14,8 @@ import torch
 
 import nanscan
 from nanscan import _C, _cuda, _demo
+from nanscan._locate import Locating
+from nanscan._location import Location
 from nanscan._monitor import Monitor, disable, enable
 
 _ACTIONS = ("warn", "raise", "log")
@@ -26,7 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "demo":
         return _demo.main()
-    return _run(options)
+    if not options.module and not Path(options.script).exists():
+        print(f"nanscan: no such script: {options.script}", file=sys.stderr)  # noqa: T201
+        return 2
+    return _run(options) if options.command == "run" else _locate(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,9 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("demo", help="a real half-precision run that breaks, found and repaired")
     run = commands.add_parser("run", help="run an unchanged script with the hooks on")
     run.add_argument("--action", choices=_ACTIONS, default="warn", help="default: warn")
-    run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
-    run.add_argument("script", help="script file, or module with -m")
-    run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    locate = commands.add_parser(
+        "locate", help="run an unchanged script op by op, and stop where it makes a bad value"
+    )
+    for command in (run, locate):
+        command.add_argument("-m", dest="module", action="store_true", help="as python -m")
+        command.add_argument("script", help="script file, or module with -m")
+        command.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
@@ -71,21 +81,46 @@ def _device(index: int) -> str:
 
 def _run(options: argparse.Namespace) -> int:
     """Runs a script as `python script` would, with every module of the process watched."""
-    target = options.script
-    if not options.module and not Path(target).exists():
-        print(f"nanscan: no such script: {target}", file=sys.stderr)  # noqa: T201
-        return 2
     monitor = enable(action=options.action)
-    sys.argv = [target, *options.args]
     try:
-        if options.module:
-            sys.path.insert(0, "")
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(target).resolve().parent))
-            runpy.run_path(target, run_name="__main__")
+        _execute(options)
     finally:
         _finish(monitor)
+    return 0
+
+
+def _execute(options: argparse.Namespace) -> None:
+    """Runs the script or module in this process, as its `__main__`."""
+    sys.argv = [options.script, *options.args]
+    if options.module:
+        sys.path.insert(0, "")
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(options.script).resolve().parent))
+        runpy.run_path(options.script, run_name="__main__")
+
+
+class _Located(BaseException):
+    """Ends a script whose search is over; no `except Exception` of its own is to catch it."""
+
+
+def _locate(options: argparse.Namespace) -> int:
+    """Runs a script op by op. Exit status 1: a non-finite value was made, and is told."""
+    is_running = True
+
+    def stop(location: Location) -> None:
+        print(f"nanscan: {location}", file=sys.stderr)  # noqa: T201
+        if is_running:  # else it has ended, perhaps by an error of its own
+            raise _Located
+
+    with contextlib.suppress(_Located), Locating(on_located=stop) as search:
+        try:
+            _execute(options)
+        finally:
+            is_running = False
+    if search.location is not None:
+        return 1
+    print("nanscan: no op made a non-finite value that led anywhere", file=sys.stderr)  # noqa: T201
     return 0
 
 

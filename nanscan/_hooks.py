@@ -723,6 +723,24 @@ class Hooks:
                     found[place] = _facts(optimizer, group, state)
         return found
 
+    def optimizers(self) -> dict[ParameterPlace | None, OptimizerFacts]:
+        """What steps each watched parameter, without moments; under None the only optimizer.
+
+        There of several groups only the options that agree.
+        """
+        found: dict[ParameterPlace | None, OptimizerFacts] = {}
+        only: list[OptimizerFacts] = []
+        for plan in tuple(self._plans.values()):
+            optimizer = plan.optimizer()
+            if optimizer is None or not plan.watched:
+                continue
+            groups = optimizer.param_groups
+            facts = {id(group): _facts(optimizer, group, []) for group in groups}
+            found |= {place: facts[id(group)] for place, group, _ in self._stepped(optimizer)}
+            agreed = {k: v for k, v in groups[0].items() if all(g.get(k) is v for g in groups)}
+            only.append(_facts(optimizer, agreed, []))
+        return found | ({None: only[0]} if len(only) == 1 else {})
+
     def _stepped(
         self, optimizer: Optimizer
     ) -> Iterator[tuple[ParameterPlace, dict[str, Any], torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from nanscan._row import absmax
 from nanscan._scan import ScanResult
 from nanscan._sites import ModulePlace, Node, ParameterPlace, SinglePlace, Site
 from nanscan._table import Snapshot, Table
+
+if TYPE_CHECKING:
+    from nanscan._location import Location
 
 Verdict = Literal[
     "origin",
@@ -77,6 +80,9 @@ class Finding:
         aliases: other names of the parameter, where weights are tied.
         unscanned: modules that this step did not scan, between the last site known to be finite and
             this one: it may have been made there.
+        location: the very op, where `locate="next"` found it in a later step.
+        replay: how to find it, where that step came too late.
+        unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
     """
 
     step: int
@@ -93,6 +99,9 @@ class Finding:
     causes: list[Cause] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
     unscanned: list[Site] = field(default_factory=list)
+    location: Location | None = None
+    replay: str = ""
+    unlikely: list[str] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,7 +127,7 @@ class Judged:
         finding: the finding, without causes.
         node: its site.
         from_outside: an input that the caller of an outermost module handed in.
-        untrained: a parameter that was bad before its model first ran.
+        untrained: a parameter, as it was before its model first ran.
         inputs_from_outside: all inputs of outermost modules in this step.
     """
 
@@ -370,7 +379,6 @@ class _Step:
         node = self._node(row)
         judged = self.describe(row, "origin")
         if self._snapshot.untrained:
-            judged.untrained = True
             judged.finding.how = "it was so before its model first ran"
             return judged
         if self._snapshot.spoiled:
@@ -433,7 +441,12 @@ class _Step:
             history=self._table.history(row),
             aliases=list(node.place.aliases) if isinstance(node.place, ParameterPlace) else [],
         )
-        return Judged(finding, node, inputs_from_outside=self._seen(self._outermost_inputs()))
+        return Judged(
+            finding,
+            node,
+            untrained=self._snapshot.untrained,
+            inputs_from_outside=self._seen(self._outermost_inputs()),
+        )
 
     def _was_handed_bad_values(self, row: int, node: Node) -> bool:
         place = node.place
@@ -487,7 +500,7 @@ class _Step:
         place = node.place
         if node.kind == "output" and isinstance(place, ModulePlace):
             sources = place.input_sources() | place.parameter_sources() & self._earlier
-        elif node.kind == "param" and isinstance(place, ParameterPlace):
+        elif node.kind in ("param", "state") and isinstance(place, ParameterPlace):
             sources = place.grad.sources
         else:
             sources = set()

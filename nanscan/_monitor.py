@@ -22,8 +22,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from nanscan._diagnose import causes
+from nanscan._diagnose import causes, unlikely
+from nanscan._drill import Drill
 from nanscan._errors import NonFiniteError, NonFiniteWarning
+from nanscan._facts import Facts
 from nanscan._filters import Filter, Ignore, ignores, wants
 from nanscan._hooks import Hooks
 from nanscan._judge import FAULTS, Finding, Judge, Judged
@@ -42,6 +44,7 @@ from nanscan._sites import (
 )
 from nanscan._skip import Skipper
 from nanscan._table import OptimizerFacts, Outcome, Scans, Snapshot, Sweep, Table
+from nanscan._userframe import is_library
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
 
@@ -76,6 +79,7 @@ class Monitor:
         ignores: Callable[[Site, torch.dtype], bool],
         skip_step: bool,
         save: Path | None,
+        locate: bool,
     ) -> None:
         self._action = action
         self._lock = threading.RLock()
@@ -97,6 +101,7 @@ class Monitor:
             skipper=Skipper(ignores) if skip_step else None,
         )
         self._saver = None if save is None else Saver(save, self._registry)
+        self._drill = Drill(self._registry, self._located) if locate else None
         self._holds = False  # acts on nothing for now
         self._held: list[Finding] = []  # to act on when the step ends
         self._schedule = schedule
@@ -107,7 +112,8 @@ class Monitor:
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._step = 0
-        self._skips: dict[int, int] = {}  # by id(optimizer): steps in a row that were skipped
+        # By id(optimizer): steps in a row that were skipped, and the scale in the first of them.
+        self._skips: dict[int, tuple[int, float]] = {}
         self._pending: deque[Snapshot | Sweep] = deque()  # oldest first; they arrive in order
         self._judged_ticket = 0
         # Outermost modules whose forward with gradients ended since the last step did.
@@ -249,6 +255,7 @@ class Monitor:
     def pause(self) -> None:
         """Removes all hooks; `resume` puts them back."""
         self._hooks.detach()
+        self._stop_search()
 
     def resume(self) -> None:
         """Undoes `pause`."""
@@ -259,8 +266,13 @@ class Monitor:
     def close(self) -> None:
         """Removes all hooks for good. What was found stays readable."""
         self._hooks.detach()
+        self._stop_search()
         if self in _active:
             _active.remove(self)
+
+    def _stop_search(self) -> None:
+        if self._drill is not None:
+            self._drill.stop()
 
     def last_words(self) -> None:
         """Judges what is left and never raises on its account: a crash is often the NaN's doing."""
@@ -401,6 +413,8 @@ class Monitor:
             self._next_turn()
             self._ended.clear()
             self._judge_arrived(optimizer)
+            if self._drill is not None:
+                self._drill.step_ended(self._step)
 
     def _next_turn(self) -> None:
         now = time.perf_counter()
@@ -447,9 +461,10 @@ class Monitor:
         if not bool(outcome.skipped):
             self._skips.pop(outcome.optimizer, None)
             return
-        snapshot.skips = self._skips.get(outcome.optimizer, 0) + 1
-        self._skips[outcome.optimizer] = snapshot.skips
         snapshot.scale = float(outcome.scale)
+        count, first = self._skips.get(outcome.optimizer, (0, snapshot.scale))
+        snapshot.skips, snapshot.first_scale = count + 1, first
+        self._skips[outcome.optimizer] = snapshot.skips, first
 
     def _conclude(
         self,
@@ -457,21 +472,25 @@ class Monitor:
         snapshot: Snapshot,
         optimizer: Optimizer | None,
     ) -> None:
-        facts = snapshot.facts
+        moments = snapshot.facts
         self._judged_ticket = self._table.last_ticket
         for item in judged[:_MAX_EXPLAINED]:
             place = item.node.place
-            if item.node.kind == "param" and isinstance(place, ParameterPlace):
-                if optimizer is not None and place not in facts:
-                    facts |= self._hooks.facts(optimizer, place)
-                self._add_given(item, facts.get(place))
+            if item.node.kind in ("param", "state") and isinstance(place, ParameterPlace):
+                if optimizer is not None and place not in moments:
+                    moments |= self._hooks.facts(optimizer, place)
+                if item.node.kind == "param":
+                    self._add_given(item, moments.get(place))
+        facts = Facts(snapshot, self._table, self._registry, self._hooks.optimizers)
         for item in judged:
-            place = item.node.place
-            known = facts.get(place) if isinstance(place, ParameterPlace) else None
-            item.finding.causes = causes(item, known)
+            item.finding.causes = causes(item, facts)
+            item.finding.unlikely = unlikely(item, facts)
         new = [item.finding for item in judged]
-        if any(finding.verdict in FAULTS for finding in new):
+        faults = [finding for finding in new if finding.verdict in FAULTS]
+        if faults:
             self.scan_fully()
+            if self._drill is not None:
+                self._drill.want(faults[0])
         self._findings.extend(new)
         self._found += len(new)
         self._act(new, snapshot.calls)
@@ -497,6 +516,27 @@ class Monitor:
         while self._held and not self._holds:
             self._act_on(self._held.pop(0))
 
+    def _located(self, finding: Finding) -> None:
+        """A later step showed the op. Or that nothing can be seen there any more."""
+        location = finding.location
+        if location is not None and location.verdict == "propagated":
+            saved = self._saver.latest if self._saver is not None else None
+            path = saved or f"bad/step-{finding.step}-rank-{finding.rank}"
+            finding.replay = (
+                f"what went bad in step {finding.step} had spoiled this step before it began; "
+                + ("" if saved else 'with enable(..., save="bad/") in the next run: ')
+                + f"nanscan.replay({str(path)!r}, model, step_fn)"
+            )
+        text = f"nanscan: why {finding.site} went bad in step {finding.step}: {location}"
+        if finding.replay:
+            text += f"\n  replay    {finding.replay}"
+        if callable(self._action):
+            self._action(finding)
+        elif self._action == "log":
+            _logger.error(text)
+        else:
+            warnings.warn(text, NonFiniteWarning, stacklevel=_user_stacklevel())
+
     def _place_of(self, site: Site) -> Place | None:
         return next((node.place for node in self._table.nodes if node.site == site), None)
 
@@ -519,8 +559,7 @@ class Monitor:
 def _user_stacklevel() -> int:
     """The stacklevel, for a warning of the caller, of the innermost frame of user code."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001
-    inside = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -585,6 +624,7 @@ def enable(  # noqa: PLR0913 - options by name
     max_overhead: float | None = None,
     skip_step: bool = False,
     save: str | os.PathLike[str] | None = None,
+    locate: Literal["next"] | None = None,
 ) -> Monitor:
     """Turns the hooks on, for one model or for every module of the process.
 
@@ -638,6 +678,12 @@ def enable(  # noqa: PLR0913 - options by name
             since the call, and what torch.load does not take with weights_only=True, is left out
             with a note. If the folder cannot be written, that is logged, once, and nothing else
             happens.
+        locate: "next": after a fault the next steps run op by op, as `nanscan.locate` does it,
+            until the op is known that makes the bad values, at most 16; then the monitor is as
+            cheap as before. The finding gets its `location` and is acted on once more, though
+            never by raising. Where the fault left nothing to be seen (its optimizer's step spoiled
+            the parameters), the finding says so, and how to replay it. Not in steps that begin
+            within a TorchDispatchMode of the user's.
 
     Returns:
         The monitor; `close` it or call `disable`.
@@ -654,6 +700,8 @@ def enable(  # noqa: PLR0913 - options by name
     wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
     _check_target(model, wanted, action)
     _check_actions(wanted, skip_step, save)
+    if locate not in (None, "next"):
+        raise ValueError(f'nanscan: locate must be "next" or None, got {locate!r}')
     _check_count("history", history, 1, "a positive number of steps")
     _check_count("max_skips", max_skips, 2, "at least 2")
     _check_count("every", every, 1, "a positive number of steps")
@@ -677,6 +725,7 @@ def enable(  # noqa: PLR0913 - options by name
         ignores=ignores(ignore),
         skip_step=skip_step,
         save=None if save is None else Path(save),
+        locate=locate is not None,
     )
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from nanscan._judge import Finding, Seen
+from nanscan._location import Location, Op, Operand
 from nanscan._scan import ScanResult, describe, describe_parts
 from nanscan._sites import Site
 
 _WIDTH = 100
 _LABEL = 10
 _HISTORY = 6
+_OPERANDS = 8
 
 
 def report(finding: Finding) -> str:
@@ -45,14 +49,130 @@ def report(finding: Finding) -> str:
         lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
     if not finding.causes and finding.verdict == "origin":
         lines += _block("cause", ["no likely cause found"])
+    lines += _block("unlikely", finding.unlikely)
     lines += _block("also bad", _affected(finding.affected))
+    lines += _block("replay", [finding.replay] if finding.replay else [])
+    if finding.location is not None:
+        lines += _block("located", [f"op by op, in step {finding.location.step}:"])
+        lines += [f"    {line}" for line in str(finding.location).splitlines()]
     return "\n".join(lines)
+
+
+def located(location: Location) -> str:
+    """The op, its line, and what it took and made, side by side."""
+    lines = [_headline(location)]
+    source = location.at if location.at.file or location.forward is None else location.forward
+    label = "line" if source is location.at else "made at"
+    lines += _block(label, [_line(source)] if source.file else ["no line of user code"])
+    if location.forward is not None and source is not location.forward:
+        lines += _block("made at", [_line(location.forward)])
+    lines += _block("with", _settings(location.at))
+    forward = [] if location.forward is None else location.forward.operands
+    lines += _tables(
+        {"took": location.at.operands, "made": location.at.results, "forward": forward}
+    )
+    if location.consequence is not None:
+        what = "read by" if location.at.results[0].stats is None else "NaN at"
+        line = f", {_line(location.consequence)}" if location.consequence.file else ""
+        lines += _block(what, [location.consequence.name + line])
+    for cause in location.causes:
+        lines += _block("cause", [cause.title])
+        lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
+    if not location.causes:
+        lines += _block("cause", ["no likely cause found"])
+    lines += _block("unlikely", location.unlikely)
+    return "\n".join(lines)
+
+
+def _headline(location: Location) -> str:
+    where = f" in {location.at.module}" if location.at.module else ""
+    if location.direction == "optimizer":
+        where = " in an optimizer step"
+    if location.node:
+        module = f" in {location.module}" if location.module else ""
+        output = "" if location.output_index is None else f", output {location.output_index}"
+        where = f" in {location.node}{output}: backward of {_op_of(location)}{module}"
+    if location.recomputed:
+        where += " (recomputed for a checkpoint)"
+    how, what = location.how, "made non-finite values"
+    if location.verdict == "propagated":
+        names = [
+            o.what or o.name
+            for o in location.at.operands
+            if o.stats is not None and not o.stats.is_finite
+        ]
+        what = f"read non-finite values of {', '.join(names)}"
+    elif location.reached:
+        how += f"; it reached {location.reached}"
+    return f"{location.op} {what}{where}, step {location.step} ({how})"
+
+
+def _op_of(location: Location) -> str:
+    return "an unknown op" if location.forward is None else location.forward.name
+
+
+def _line(op: Op) -> str:
+    """Where an op was called, relative to the current directory if it lies below that."""
+    path = Path(op.file)
+    with contextlib.suppress(ValueError, OSError):
+        path = path.relative_to(Path.cwd())
+    code = op.code
+    return f"{path}:{op.line} in {op.function}" + (f": {code}" if code else "")
+
+
+def _settings(op: Op) -> list[str]:
+    """Arguments that are no tensors; those that are not set aside."""
+    plain = {"alpha": 1, "beta": 1}
+    shown = {
+        name: x
+        for name, x in op.settings.items()
+        if x is not None and x is not False and x != [] and plain.get(name) != x
+    }
+    return [", ".join(f"{name}={x!r}" for name, x in shown.items())] if shown else []
+
+
+def _tables(tables: dict[str, list[Operand]]) -> list[str]:
+    """Operands under labels, one line each, in columns that all tables share, not wrapped."""
+    cells = {label: [_cells(o) for o in shown[:_OPERANDS]] for label, shown in tables.items()}
+    every = [row for rows in cells.values() for row in rows]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    lines = []
+    for label, rows in cells.items():
+        for number, row in enumerate(rows):
+            padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True) if width)
+            lines.append(f"  {'' if number else label:<{_LABEL}}{'  '.join(padded)}".rstrip())
+        if len(tables[label]) > len(rows):
+            lines += _block("", [f"and {len(tables[label]) - len(rows)} more"])
+    return lines
+
+
+def _cells(operand: Operand) -> list[str]:
+    """Name, dtype and shape, what is bad, five numbers, and what is known of it."""
+    dtype, stats = str(operand.dtype).removeprefix("torch."), operand.stats
+    row = [operand.name, f"{dtype} {list(operand.shape)}"]
+    if stats is None:
+        return [*row, "", "", "", "", "", "", operand.what]
+    bad = ", ".join(
+        f"{count:,} {name}"
+        for count, name in (
+            (stats.nan_count, "NaN"),
+            (stats.posinf_count, "+Inf"),
+            (stats.neginf_count, "-Inf"),
+        )
+        if count
+    )
+    if stats.absmax is None:
+        return [*row, bad, "no finite value" if stats.numel else "empty", *[""] * 4, operand.what]
+    values = [f"min {stats.min:.4g}", f"max {stats.max:.4g}", f"absmax {stats.absmax:.4g}", "", ""]
+    if operand.has_moments:
+        values[3:] = [f"mean {stats.mean:.4g}", f"std {stats.std:.4g}"]
+    return [*row, bad, *values, operand.what]
 
 
 def _block(label: str, texts: list[str]) -> list[str]:
     lines: list[str] = []
     for text in texts:
-        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2) or [""]
+        wrapped = textwrap.wrap(text, _WIDTH - _LABEL - 2, break_on_hyphens=False) or [""]
         for line in wrapped:
             lines.append(
                 f"  {label if not lines else '':<{_LABEL}}{line}".rstrip().replace("\xa0", " ")

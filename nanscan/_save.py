@@ -87,6 +87,7 @@ class Saver:
         self._calls: dict[int, Call] = {}  # by id(module), latest last
         self.steps = 0  # of optimizers
         self._left = _MAX_SAVES
+        self.latest: Path | None = None  # what was written last
         self._warned = False
 
     @property
@@ -138,6 +139,7 @@ class Saver:
         self._left -= 1
         with self._troubles(f"save step {finding.step}"):
             target = self._write(finding, self._choose(place, calls))
+            self.latest = target
             _logger.warning("nanscan: saved step %d to %s", finding.step, target)
 
     def _choose(self, place: Place | None, calls: tuple[Call, ...]) -> Call | None:

@@ -73,6 +73,7 @@ class Snapshot:
         skips: steps of that optimizer that a GradScaler skipped, this one and those before without
             one that it let pass; 0: it let this one pass.
         scale: the GradScaler's then.
+        first_scale: what it was in the first of those steps.
         turn: what was scanned.
         continues: it is what came after the last whole one, in the same step.
         facts: what explains parameters that went bad in the step, by their places.
@@ -92,6 +93,7 @@ class Snapshot:
     outcome: Outcome | None = None
     skips: int = 0
     scale: float = math.nan
+    first_scale: float = math.nan
     turn: Turn = FULL
     continues: bool = False
     facts: dict[ParameterPlace, OptimizerFacts] = field(default_factory=dict)
@@ -293,13 +295,9 @@ class Table:
 
     def history(self, row: int) -> dict[str, npt.NDArray[Any]]:
         """The kept steps in which a row was scanned, oldest first, as arrays of one length."""
-        slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
-        slots = slots[self._steps[slots] >= 0]
-        if row >= self._rows.shape[1]:  # its first step is not over yet
-            slots = slots[:0]
-        rows = self._rows[slots, row] if len(slots) else np.zeros(0, ROW)
-        used = rows["calls"] > 0
-        rows, steps = rows[used], self._steps[slots][used]
+        steps, kept = self.kept([row])
+        used = kept[:, 0]["calls"] > 0
+        rows, steps = kept[used, 0], steps[used]
         return {
             "step": steps,
             "calls": rows["calls"],
@@ -310,6 +308,16 @@ class Table:
             "max": finite_max(rows),
             "absmax": absmax(rows),
         }
+
+    def kept(self, rows: list[int]) -> tuple[npt.NDArray[np.int64], Rows]:
+        """The kept steps, oldest first, and records `[steps, rows]`; zeros where not scanned."""
+        slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
+        slots = slots[self._steps[slots] >= 0]
+        records = np.zeros((len(slots), len(rows)), ROW)
+        for column, row in enumerate(rows):
+            if row < self._rows.shape[1]:  # else its first step is not over yet
+                records[:, column] = self._rows[slots, row]
+        return self._steps[slots], records
 
     @property
     def nbytes(self) -> int:

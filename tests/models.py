@@ -1,6 +1,7 @@
 """Small models and training loops that the tests of hooks and monitors share."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +48,13 @@ def no_trace():
     finally:
         nanscan.disable()
     assert hook_dicts() == before
+
+
+def line_of(file: str, marker: str) -> int:
+    """Number of the line of a source that ends in a marker comment."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    (number,) = [i for i, line in enumerate(lines, start=1) if line.rstrip().endswith(marker)]
+    return number
 
 
 class Net(nn.Module):
@@ -170,3 +178,18 @@ def run_quiet(function, *args, **kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", nanscan.NonFiniteWarning)
         return function(*args, **kwargs)
+
+
+def diagnosed(model, run, **options):
+    """A closed monitor of what `run` did; findings are kept, and nothing is printed."""
+    with nanscan.watch(model, action=lambda _: None, **options) as monitor:
+        run()
+    return monitor
+
+
+def first_fault(monitor: nanscan.Monitor) -> nanscan.Finding:
+    return next(f for f in monitor.findings if f.verdict != "near-limit")
+
+
+def titles(finding: nanscan.Finding) -> list[str]:
+    return [cause.title for cause in finding.causes]

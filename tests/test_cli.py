@@ -113,3 +113,53 @@ def test_demo_finds_the_optimizer_step_and_nothing_in_the_repaired_runs():
     assert "Adam's eps=1e-08 is 0 in float16" in done.stdout
     assert done.stdout.count("clean") == 2
     assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+DIVIDING = """
+    import torch
+
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 2)).square().sum() / (3 - step if step < 3 else 0.0)
+        loss.backward()
+        try:
+            optimizer.step()
+        except Exception:
+            print("not for the script to catch")
+    print("done")
+"""
+
+
+def test_locate_stops_a_script_at_the_op(script):
+    path = script(DIVIDING)
+    done = run("locate", str(path), "--epochs", "3", cwd=path.parent)
+    assert done.returncode == 1
+    assert "nanscan: aten.div.Tensor made non-finite values, step 3" in done.stderr
+    assert "  line      train.py:8 in <module>: loss = model(" in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_locate_reads_a_bad_batch(script):
+    path = script(BROKEN, "training_module.py")
+    done = run("locate", "-m", "training_module", "--lr", "1", cwd=path.parent)
+    assert done.returncode == 1
+    assert "argv: ['--lr', '1'] main: __main__" in done.stdout
+    assert "in step 2" not in done.stderr  # it is told op by op: from which line the NaN came
+    assert ", step 2 (" in done.stderr
+
+
+def test_locate_of_a_clean_script(script):
+    done = run("locate", str(script("import torch; print(torch.ones(2).log().sum())")))
+    assert (done.returncode, done.stdout) == (0, "tensor(0.)\n")
+    assert "no op made a non-finite value" in done.stderr
+
+
+def test_locate_leaves_the_scripts_own_exit_status_and_errors(script):
+    assert run("locate", str(script("raise SystemExit(7)"))).returncode == 7
+    done = run("locate", str(script(CRASHING)))
+    assert done.returncode == 1
+    assert "nanscan: aten." in done.stderr  # what was found
+    assert "ValueError: Expected parameter logits" in done.stderr  # and the crash

@@ -96,7 +96,7 @@ def test_causes_come_with_evidence_and_remedy():
     x[:, 0] = 0
     train(model, optimizer, [x], lambda out: out.float().square().mean())
     finding = monitor.findings[0]
-    assert len(finding.causes) == 2
+    assert len(finding.causes) == 3
     flat = " ".join(str(finding).split()).replace("- ", "-")  # a line may break at a hyphen
     position = 0
     for cause in finding.causes:
@@ -107,6 +107,16 @@ def test_causes_come_with_evidence_and_remedy():
             )
             assert found >= position, part
             position = found
+
+
+def test_what_it_is_not_is_said():
+    text = str(watched(Gap(torch.sqrt), -batch().abs())[0])
+    first, second = text[text.index("  unlikely  ") :].splitlines()[:2]
+    assert first.startswith(
+        "  unlikely  bad input batch: every input of the step is finite, absmax"
+    )
+    assert second.startswith("            overflow: finite values of the step reach")
+    assert "unlikely" not in str(watched(Net(), set_nan(batch()))[0])
 
 
 def test_what_else_went_bad_is_counted():

@@ -112,7 +112,18 @@ def test_the_sum_between_the_two_convolutions_is_named(patches, scope, num_threa
     warned = [f for f in near if f.site == first.site]
     assert warned[0].step < first.step
     assert warned[0].history["absmax"][-1] > 20 * warned[0].history["absmax"][0]
-    assert first.causes[0].title == "overflow of float16: values grew beyond 65504"
+    cause = first.causes[0]
+    assert cause.title == "two branches meet here, and their sum does not fit into float16"
+    together = x_1[-1] + x_3[-1]
+    for part in (
+        f"absmax of blocks.3.conv1 output went from {x_1[0]:.3g} to {x_1[-1]:,.0f} in {len(x_1)} ",
+        f"that of blocks.3.conv3 output went from {x_3[0]:.3g} to {x_3[-1]:,.0f} in {len(x_3)} ",
+    ):
+        assert part in cause.evidence
+    assert together > 65504
+    assert "overflow of float16: values grew beyond 65504" in [c.title for c in first.causes]
+    assert first.unlikely[0] == "bad input batch: every input of the step is finite, absmax 1"
+    assert [c.title for c in warned[0].causes] == ["values grow towards the largest float16"]
 
 
 @pytest.mark.parametrize("scope", ["model", "global"])

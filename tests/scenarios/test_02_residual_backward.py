@@ -17,6 +17,7 @@ import nanscan
 from nanscan import Site
 from nanscan._sites import DEFAULT_KINDS, KINDS
 
+OVERFLOW = "gradients overflow float16 on the way back"
 GAIN = 80.0  # of the last convolution of each block
 
 
@@ -100,6 +101,8 @@ def test_the_first_bad_gradient_is_named(patches, scope, num_threads):
     assert [f.site.name for f in others if f.site.name in bad and f.site.kind == "grad_output"] == (
         bad[1:]
     )
+    assert first.causes[0].title == OVERFLOW
+    assert f"finite values up to {first.stats.absmax:,.0f} beside it" in first.causes[0].evidence
 
 
 @pytest.mark.parametrize("scope", ["model", "global"])
@@ -111,7 +114,9 @@ def test_by_default_the_first_bad_parameter_gradient_is_named(patches, scope, nu
     assert first.site.name.rpartition(".")[0] == bad[0]
     assert {f.verdict for f in others} == {"propagated"}
     assert {f.site.kind for f in others} == {"grad", "param"}
-    assert first.causes[0].title.startswith("backward made it")
+    assert [cause.title for cause in first.causes] == [OVERFLOW]
+    assert "GradScaler" in first.causes[0].remedy
+    assert first.unlikely == ["bad input batch: every input of the step is finite, absmax 0.001"]
 
 
 @pytest.mark.parametrize("scope", ["model", "global"])

@@ -48,4 +48,8 @@ def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
     cause = first.causes[0]
     assert cause.title == "overflow of float16: values grew beyond 65504"
     assert f"{first.stats.inf_count:,} Inf beside finite values" in cause.evidence
+    assert "absmax before went from" in cause.evidence
     assert "bfloat16" in cause.remedy
+    assert first.unlikely[0].startswith("bad input batch: every input of the step is finite")
+    assert [c.title for c in near[0].causes] == ["values grow towards the largest float16"]
+    assert second.causes == []

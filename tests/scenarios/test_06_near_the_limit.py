@@ -73,6 +73,11 @@ def test_near_the_limit_with_its_trend_and_no_fault(model, scope):
     assert "of 65504)" in str(first).splitlines()[0]
     assert f"step 3: {trend[3]:g}" in str(first).replace("\n            ", " ")
     assert [str(site) for site, _ in first.given] == ["6 output"]
+    assert [cause.title for cause in first.causes] == ["values grow towards the largest float16"]
+    assert f"absmax went from {trend[0]:,.0f} to {trend[-1]:,.0f} in 5 steps" in (
+        first.causes[0].evidence
+    )
+    assert first.unlikely == []
 
     top = monitor.history(first.site)["absmax"]
     assert len(top) == len(steps)

@@ -74,3 +74,6 @@ def test_absurd_parameters_are_near_the_limit(scope):
     assert [(f.step, str(f.site), f.verdict) for f in monitor.findings] == [
         (0, "2.weight param", "near-limit")
     ]
+    (cause,) = monitor.findings[0].causes
+    assert cause.title == "the parameter was never initialised, or loaded from a bad checkpoint"
+    assert "reaches 3e+38" in cause.evidence

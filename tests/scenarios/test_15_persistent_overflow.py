@@ -48,6 +48,12 @@ def test_skipped_steps_in_a_row_are_a_fault(scope, num_threads):
     )
     assert {site.name for site in fault.affected} == {"2.bias", "0.weight", "0.bias"}
     assert fault.stats.nonfinite_count > 0
+    assert search.causes == []
+    assert [cause.title for cause in fault.causes] == ["the loss scale has grown far too large"]
+    assert fault.causes[0].evidence.startswith(
+        f"it was {scales[QUIET]:g} in the first of 8 skipped steps and is {scales[QUIET + 7]:g} now"
+    )
+    assert "all gradients were 0 in " in fault.causes[0].evidence
     assert fault.history["absmax"][:-8].tolist() == [0] * 8
     # Once a scale is found again, so that steps go through, nothing more is a fault.
     assert {f.verdict for f in later} <= {"scale-search"}

@@ -63,6 +63,14 @@ def test_the_gradient_is_named_and_its_growth_told(scope, num_threads):
     assert first.site in [f.site for f in warned]
     assert first.stats.inf_count > 0
 
+    rate, exploding = first.causes[:2]
+    assert rate.title.startswith("the learning rate is too high: training diverges at lr=")
+    assert "the loss went from" in rate.evidence
+    assert exploding.title == "exploding gradients"
+    assert f"in {first.step} steps; in the first half" in exploding.evidence
+    assert "clip_grad_value_(model.parameters()," in exploding.remedy
+    assert warned[0].causes[0].title == rate.title  # said before it happened
+
 
 @pytest.mark.parametrize("scope", ["model", "global"])
 def test_a_lower_rate_is_clean(scope, num_threads):

@@ -52,6 +52,14 @@ def test_the_normalisation_is_named(scope, kind):
     assert given[Site("0", "output")].is_finite
     assert {f.verdict for f in monitor.findings[1:]} == {"propagated"}
     assert first.history["nan"].tolist()[:2] == [0, 0]
+    if kind == "hand-written":  # nothing but the op itself can tell
+        assert first.causes == []
+    else:
+        assert first.causes[0].title.startswith("zero variance: ")
+        assert "that is 1 of 3 channels" in first.causes[0].evidence
+        assert "eps=1e-5" in first.causes[0].remedy
+    assert first.unlikely[0].startswith("bad input batch: every input of the step is finite")
+    assert first.unlikely[1].startswith("overflow: finite values of the step reach 1.")
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.GroupNorm(3, 3)])

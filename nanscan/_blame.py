@@ -1,0 +1,208 @@
+"""Which op was the first to make non-finite values out of finite ones, told from a trace of ops.
+
+Every non-finite value has a taint: the reason why it is so. It travels along with what is computed
+from it. Some reasons are a fault at once: a NaN, or +Inf, out of finite operands. Others may be
+meant, and become one only if they lead to NaN, or to what counts: a loss, a gradient, a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+
+from nanscan._optrace import Event, Value
+from nanscan._scan import scan_anywhere
+
+_COUNTS = struct.Struct("<3Q")
+_RECENT = 8  # taints that one op may have brought up
+
+# made: out of finite values. minus: -Inf alone, out of finite values; maybe a mask in the making.
+# mask: Inf that somebody wrote down, or -Inf alone that came from outside. raw: memory that nobody
+# wrote to. outside: it was so before anything was watched.
+Kind = Literal["made", "minus", "mask", "raw", "outside"]
+
+_GRAVEST: tuple[Kind, ...] = ("made", "minus", "raw", "outside", "mask")
+
+
+class Taint:
+    """Why values are not finite.
+
+    Attributes:
+        kind: what kind of reason.
+        event: where it came up; of "raw": what made the memory.
+        is_inner: it came up inside an autograd node, which has not returned it (yet).
+        blamed: it is a fault.
+        consequence: the op that made NaN out of Inf; of "raw": the first that computed with it.
+        reached: what it got to, in words.
+    """
+
+    __slots__ = ("blamed", "consequence", "event", "is_inner", "kind", "reached")
+
+    def __init__(self, kind: Kind, event: Event) -> None:
+        self.kind = kind
+        self.event = event
+        self.is_inner = event.is_inner and kind in ("made", "minus")
+        self.blamed = kind == "made" and not self.is_inner
+        self.consequence: Event | None = None
+        self.reached = ""
+
+    def blame(self, *, consequence: Event | None = None, reached: str = "") -> None:
+        """It is a fault, unless it is a mask, or stays inside of a node."""
+        if self.kind == "mask":
+            return
+        self.consequence = self.consequence or consequence
+        if not self.blamed:
+            self.reached = reached
+            self.blamed = not self.is_inner
+
+    def leave_node(self) -> None:
+        """The node in which it came up returned it."""
+        if self.is_inner:
+            self.is_inner = False
+            self.blamed = self.kind == "made" or self.consequence is not None
+
+
+class Blame:
+    """Judges the events of a trace, in their order."""
+
+    def __init__(self) -> None:
+        self._taints: list[Taint] = []
+        self._inner: list[Taint] = []  # of nodes that are running
+
+    @property
+    def first(self) -> Taint | None:
+        """The fault that comes first in the order of execution."""
+        faults = [taint for taint in self._taints if taint.blamed]
+        return min(faults, key=lambda taint: taint.event.number, default=None)
+
+    def judge(self, event: Event, operands: list[torch.Tensor] | None = None) -> None:
+        """Says why results are bad, where they are.
+
+        Args:
+            event: the op. Waits for its scans.
+            operands: tensors of its operands, if they are still what they were, those aside that
+                the op wrote to. Where it made something bad they are scanned with moments.
+        """
+        bad = [value for value in event.results if value.is_bad]
+        if not bad:
+            return
+        taint = self._why(event, bad)
+        for value in bad:
+            if value.raw is not None and value.raw is not event:
+                value.taint = self._add("raw", value.raw)
+            else:
+                value.taint = taint
+        is_news = taint.event is event or taint.consequence is event
+        if operands is not None and is_news and taint.kind != "mask":
+            _take_moments(event, operands)
+
+    def reached(self, values: Iterable[Value | None], what: str) -> None:
+        """What counts holds these values: a fault, where they are bad."""
+        for value in values:
+            if value is not None and value.is_bad:
+                if value.taint is None and value.raw is not None:
+                    value.taint = self._add("raw", value.raw)
+                if value.taint is not None:
+                    value.taint.leave_node()
+                    value.taint.blame(reached=what)
+
+    def returned(self, outputs: list[Value | None]) -> None:
+        """An autograd node returned these gradients. What it made on the way there is forgotten."""
+        if not self._inner:
+            return
+        out = {id(value.taint) for value in outputs if value is not None and value.is_bad}
+        for taint in self._inner:
+            if taint.event.outputs is outputs and id(taint) in out:
+                taint.leave_node()
+        self._inner = [taint for taint in self._inner if taint.event.outputs is not outputs]
+
+    def settle(self, events: list[Event]) -> None:
+        """A step is over: forgets what its ops took, and what turned out to be no fault."""
+        self._taints = [taint for taint in self._taints if taint.blamed]
+        kept = {id(event) for t in self._taints for event in (t.event, t.consequence)}
+        for event in events:
+            if id(event) not in kept:
+                event.operands, event.results = [], []
+
+    def _why(self, event: Event, bad: list[Value]) -> Taint:
+        handed = [value for _, value in event.operands if value.is_bad]
+        for value in handed:
+            if value.taint is None:
+                value.taint = self._of_unknown(value, event)
+            elif value.taint.event.outputs is not event.outputs:
+                value.taint.leave_node()
+        nan, posinf = (any(counts) for counts in list(zip(*map(_counts, bad), strict=True))[:2])
+        if not handed:
+            if any(_is_infinite(x) for x in event.settings.values()):
+                return self._add("mask", event)
+            is_fault = nan or (posinf and not event.settings.get("zero_infinity"))
+            return self._add("made" if is_fault else "minus", event)
+        taint = _gravest(handed)
+        if taint.kind == "raw" and taint.consequence is None:
+            taint.consequence = event
+        if taint.kind == "outside" and taint.event.info.is_view:
+            taint.event = event  # who computes with it says more than who looks at it
+        if not nan or any(_counts(value)[0] for value in handed):
+            return taint
+        if taint.kind == "mask":
+            return self._add("made", event)
+        taint.blame(consequence=event)
+        return taint
+
+    def _of_unknown(self, value: Value, event: Event) -> Taint:
+        """The reason of a value that no op made before our eyes."""
+        via: Taint | None = None if value.via is None else value.via.taint
+        if via is not None:
+            return via
+        if value.raw is not None:
+            return self._add("raw", value.raw)
+        if value.is_rewritten and self._taints:  # through a view: most likely by the latest
+            return self._taints[-1]
+        nan, posinf, _ = _counts(value)
+        return self._add("outside" if nan or posinf else "mask", event)
+
+    def _add(self, kind: Kind, event: Event) -> Taint:
+        for taint in self._taints[-_RECENT:]:
+            if taint.event is event and taint.kind == kind:
+                return taint
+        taint = Taint(kind, event)
+        self._taints.append(taint)
+        if taint.is_inner:
+            self._inner.append(taint)
+        return taint
+
+
+def _counts(value: Value) -> tuple[int, int, int]:
+    """Of NaN, +Inf and -Inf."""
+    nan, posinf, neginf = _COUNTS.unpack(value.counts)
+    return nan, posinf, neginf
+
+
+def _gravest(values: list[Value]) -> Taint:
+    taints: list[Taint] = [value.taint for value in values]
+    return min(taints, key=lambda taint: (_GRAVEST.index(taint.kind), taint.event.number))
+
+
+def _is_infinite(x: object) -> bool:
+    return isinstance(x, float) and not math.isfinite(x)
+
+
+def _take_moments(event: Event, operands: list[torch.Tensor]) -> None:
+    """Of all that an op took and made, and did not write over."""
+    results = [value.ref() for value in event.results]
+    for (_, value), tensor in zip(event.operands, operands, strict=True):
+        if not any(tensor is result for result in results):
+            _add_moments(value, tensor)
+    for value, result in zip(event.results, results, strict=True):
+        if result is not None:
+            _add_moments(value, result)
+
+
+def _add_moments(value: Value, tensor: torch.Tensor) -> None:
+    if value.row is not None and value.moments is None:
+        row = scan_anywhere(tensor, moments=True)
+        value.moments = None if isinstance(row, int) else row

@@ -1,0 +1,571 @@
+"""Runs ops one by one and keeps, of each, what it took and returned: a row of stats a tensor.
+
+A tensor is scanned once, by the op that made it; who reads it later finds the row by the tensor's
+identity and version. What the rows say is judged in _blame.py.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanscan import _C
+from nanscan._scan import Record, scan_anywhere
+from nanscan._sites import ModulePlace
+from nanscan._tensors import Unscannable, plain_parts
+from nanscan._userframe import is_called_by, user_frame, user_frame_in_backward
+
+_scan_once = _C.scan_once
+_node = torch._C._current_autograd_node  # noqa: SLF001 - no public spelling
+_sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - no public spelling
+_SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # by which autograd sums gradients
+_DETACH = "aten.detach.default"  # of x.detach() and x.data
+_LEAF = "torch::autograd::AccumulateGrad"
+_CLEAN = bytes(24)  # the counts of a finite row
+_COUNTS = slice(8, 32)
+
+# Ops whose result is memory as it was found, and ops that write into an argument without reading
+# it: into all of it, or into parts.
+_EMPTY = frozenset(
+    [
+        "empty",
+        "new_empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty_strided",
+        "empty_permuted",
+        "resize_",
+        "resize",
+    ]
+)
+_OVERWRITE = frozenset(
+    [
+        "copy_",
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+        "eye_",
+        "set_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    ]
+)
+_FILL = frozenset(
+    [
+        "index_put_",
+        "_index_put_impl_",
+        "_unsafe_index_put_",
+        "index_copy_",
+        "index_fill_",
+        "scatter_",
+        "masked_fill_",
+        "masked_scatter_",
+        "put_",
+    ]
+)
+# batch_norm changes its running statistics, and its schema does not say so.
+_UNDECLARED = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+# Communication goes on behind the op: what it receives is read when somebody reads it.
+_LATE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_IGNORED = ("profiler",)
+
+_infos: dict[int, OpInfo] = {}  # by id(op); ops live as long as the process
+
+
+class OpInfo:
+    """What an op's schema says of it."""
+
+    __slots__ = (
+        "arguments",
+        "defaults",
+        "empty",
+        "fills",
+        "ignored",
+        "is_view",
+        "late",
+        "name",
+        "overwrites",
+        "written",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema  # noqa: SLF001 - no public spelling
+        namespace, _, base = schema.name.partition("::")
+        self.name = f"{namespace}.{base}.{schema.overload_name or 'default'}"
+        self.arguments = [argument.name for argument in schema.arguments]
+        self.defaults = {
+            argument.name: argument.default_value
+            for argument in schema.arguments
+            if argument.has_default_value()
+        }
+        written = {
+            i
+            for i, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        written |= set(_UNDECLARED.get(base, ()))
+        self.written = frozenset(self.arguments[i] for i in written)
+        outs = frozenset(a.name for a in schema.arguments if a.is_out)
+        self.is_view = bool(getattr(func, "is_view", False)) and not written
+        self.empty = base in _EMPTY
+        self.late = namespace in _LATE and base != "wait_tensor"
+        self.ignored = namespace in _IGNORED
+        self.overwrites = self.written if base in _OVERWRITE else outs
+        self.fills = self.written if base in _FILL or self.late else frozenset()
+
+
+class Value:
+    """What a tensor held, from one write of it to the next.
+
+    Attributes:
+        ref: the tensor, weakly.
+        address: of its data.
+        versions: of it, while this holds; several, as torch counts a write after the op is over.
+        row: a scan, done or under way; None: not floating point, or not scanned.
+        moments: a second scan, with moments.
+        maker: the op that made it; None: it came from outside, or was written through a view.
+        raw: the op whose uninitialised memory it may be.
+        taint: why it is not finite; None: it is, or nobody asked.
+        base: what it is a view of.
+        via: what a view of it held last that was not finite, when it was written through that.
+        number: of the op at which this was noted.
+        is_apart: it is, or is a view of, what may be the `data` of a tensor: a write of it counts no
+            version of that tensor.
+        is_rewritten: it was written through another view, or by code that is not seen.
+    """
+
+    __slots__ = (
+        "address",
+        "base",
+        "dtype",
+        "is_apart",
+        "is_rewritten",
+        "maker",
+        "moments",
+        "number",
+        "raw",
+        "ref",
+        "row",
+        "shape",
+        "taint",
+        "versions",
+        "via",
+    )
+
+    def __init__(self, tensor: torch.Tensor, maker: Event | None, row: Any, number: int) -> None:
+        self.ref = weakref.ref(tensor)
+        version, self.address = _state(tensor)
+        self.versions: tuple[int, ...] = (version, version)
+        self.row: Record | _C.PendingScan | None = row
+        self.moments: Record | _C.PendingScan | None = row if tensor.is_cuda else None
+        self.maker = maker
+        self.raw: Event | None = None
+        self.taint: Any = None
+        self.base: Value | None = None
+        self.via: Value | None = None
+        self.number = number
+        self.is_apart = False
+        self.is_rewritten = False
+        self.dtype, self.shape = tensor.dtype, _shape(tensor)
+
+    @property
+    def counts(self) -> bytes:
+        """Counts of NaN, +Inf and -Inf. Waits for the scan."""
+        if self.row is None:
+            return _CLEAN
+        if isinstance(self.row, _C.PendingScan):
+            self.row = self.row.wait()
+        return (self.row if isinstance(self.row, bytes) else self.row.tobytes())[_COUNTS]
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it is uninitialised memory that nobody read yet."""
+        return self.raw is not None and self.row is None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it holds a non-finite value. Waits for the scan."""
+        return self.counts != _CLEAN
+
+
+class Event:
+    """One op that ran, and where.
+
+    Attributes:
+        number: position in the order of execution.
+        operands: (argument's name, value before the op ran).
+        results: values after it.
+        settings: its other arguments, those that were given, by name.
+        code: of the user's line; None: not known.
+        line: its number.
+        place: the innermost module that was running.
+        node: name and sequence number of the autograd node that ran it.
+        recomputed: it repeats a forward, for a checkpoint.
+        in_optimizer: an optimizer ran it.
+        outputs: gradients that the node returned; None: it does not run in one, or after it.
+        is_inner: it is torch's own work in a node: what does not leave the node is no fault.
+    """
+
+    __slots__ = (
+        "code",
+        "in_optimizer",
+        "info",
+        "is_inner",
+        "line",
+        "node",
+        "number",
+        "operands",
+        "outputs",
+        "place",
+        "recomputed",
+        "results",
+        "settings",
+        "step",
+        "thread",
+    )
+
+    def __init__(self, number: int, step: int, info: OpInfo) -> None:
+        self.number = number
+        self.step = step
+        self.info = info
+        self.operands: list[tuple[str, Value]] = []
+        self.results: list[Value] = []
+        self.settings: dict[str, Any] = {}
+        self.code: CodeType | None = None
+        self.line = 0
+        self.place: ModulePlace | None = None
+        self.node: tuple[str, int] | None = None
+        self.thread = 0
+        self.recomputed = False
+        self.in_optimizer = False
+        self.outputs: list[Value | None] | None = None
+        self.is_inner = False
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Version and address of a tensor: what changes when it is written, or given other memory."""
+    try:
+        return tensor._version, tensor.data_ptr()  # noqa: SLF001 - no public spelling
+    except RuntimeError:  # an inference tensor, a sparse one, ...: it is scanned at every read
+        return -1, 0
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor is a view of; 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor only that of its memory is a shape."""
+    return tuple(tensor.values().shape if tensor.is_nested else tensor.shape)
+
+
+class _Thread(threading.local):
+    """What runs in a thread.
+
+    Attributes:
+        modules: places that are running, and whether a backward called each.
+        optimizer: who called an optimizer's step, while that runs, and the closure it was given.
+        node: the autograd node that ran the latest op, until it is done.
+        outputs: what it returned.
+        done: name and sequence number of the node that ran the latest op and is done.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[ModulePlace | None, bool]] = []
+        self.optimizer: tuple[CodeType | None, CodeType | None] | None = None
+        self.node: Any = None
+        self.outputs: list[Value | None] = []
+        self.done: tuple[str, int] | None = None
+
+
+class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every op of the threads it is entered in, their backwards included.
+
+    Args:
+        on_event: called after each op, with the event and the tensors of its operands. These are
+            as they are after the op.
+        on_node: called with what an autograd node returned, where it ran ops.
+    """
+
+    def __init__(
+        self,
+        on_event: Callable[[Event, list[torch.Tensor]], None],
+        on_node: Callable[[list[Value | None]], None],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_idle = False
+        self.step = 0
+        self.forward: dict[tuple[int, int], Event] = {}  # by thread and number of the node it made
+        self.thread = _Thread()
+        self.count = 0
+        self._values: dict[int, Value] = {}  # by id(tensor)
+        # By address of a storage that was written through x.data, which counts no version of x: the
+        # number of the latest op that did.
+        self._written: dict[int, int] = {}
+        self._on_event = on_event
+        self._on_node = on_node
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs one op, and scans what it returned."""
+        if kwargs is None:
+            kwargs = {}
+        info = _infos.get(id(func))
+        if info is None:
+            info = _infos[id(func)] = OpInfo(func)
+        if info.ignored or self.is_idle:
+            return func(*args, **kwargs)
+        self.count += 1
+        event = Event(self.count, self.step, info)
+        taken, written = self._take(event, info, args, kwargs)
+        out = func(*args, **kwargs)
+        self._note_place(event)
+        self._note_results(event, info, written, out)
+        self._on_event(event, taken)
+        return out
+
+    @staticmethod
+    def is_in_backward() -> bool:
+        """Whether a backward runs in this thread."""
+        return _node() is not None
+
+    def settle(self, most: int) -> None:
+        """Lets go of tensors that are no more, and of all but the latest ops of forwards."""
+        self._values = {key: v for key, v in self._values.items() if v.ref() is not None}
+        self._written.clear()
+        if len(self.forward) > most:
+            self.forward = dict(list(self.forward.items())[-most // 2 :])
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def value(self, tensor: torch.Tensor) -> Value | None:
+        """What a tensor holds; None: it is not known, or was changed without our knowing."""
+        value = self._values.get(id(tensor))
+        if value is not None and value.ref() is tensor:
+            version, address = _state(tensor)
+            if version in value.versions and address == value.address and version >= 0:
+                if self._written and value.number < self._written.get(_storage(tensor), 0):
+                    return None
+                return value
+        return None
+
+    def read(self, tensor: torch.Tensor) -> Value:
+        """What a tensor holds. Scans it if that is not known."""
+        value = self.value(tensor)
+        if value is not None and not value.is_unread:
+            return value
+        old = self._values.get(id(tensor))
+        value = self._values[id(tensor)] = Value(tensor, None, _scan(tensor), self.count)
+        if old is not None and old.ref() is tensor:
+            value.raw, value.base, value.is_apart = old.raw, old.base, old.is_apart
+            if old.is_unread and value.versions[0] in old.versions:
+                value.maker = old.maker
+            else:
+                value.is_rewritten = True
+                value.via = (old.base or old).via
+        return value
+
+    def _note_write(self, tensor: torch.Tensor) -> None:
+        """An op is about to write a tensor, which may be the `data` of another one."""
+        known = self._values.get(id(tensor))
+        is_apart = known is None or known.ref() is not tensor or known.is_apart
+        if is_apart or self._written:
+            storage = _storage(tensor)
+            if is_apart or storage in self._written:
+                self._written[storage] = self.count
+
+    def _take(
+        self, event: Event, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]]:
+        """Notes what an op is about to read.
+
+        Returns:
+            The tensors of `event.operands`, and those it is about to write, by argument.
+        """
+        taken: list[torch.Tensor] = []
+        written: list[tuple[str, torch.Tensor]] = []
+        given = zip(info.arguments, args, strict=False)
+        for argument, x in (*given, *kwargs.items()) if kwargs else given:
+            tensors = _named_tensors(argument, x)
+            if not tensors:
+                event.settings[argument] = x
+            for name, tensor in tensors:
+                if argument in info.written:
+                    written.append((argument, tensor))
+                    self._note_write(tensor)
+                    if argument in info.overwrites:
+                        continue
+                value = self.value(tensor)
+                if value is None or value.is_unread:
+                    if argument in info.fills and value is not None:
+                        continue
+                    if value is None or not info.is_view:
+                        value = self.read(tensor)
+                event.operands.append((name, value))
+                taken.append(tensor)
+        return taken, written
+
+    def _note_results(
+        self, event: Event, info: OpInfo, written: list[tuple[str, torch.Tensor]], out: Any
+    ) -> None:
+        for argument, tensor in written:
+            event.results.append(self._rewritten(event, info, argument, tensor))
+        for x in (out,) if isinstance(out, torch.Tensor) else _flat(out):
+            if any(x is tensor for _, tensor in written):
+                continue
+            value = self.value(x)
+            if value is None:
+                value = self._values[id(x)] = self._new(event, info, x)
+            event.results.append(value)
+
+    def _rewritten(self, event: Event, info: OpInfo, argument: str, tensor: torch.Tensor) -> Value:
+        old = self._values.get(id(tensor))
+        raw = old.raw if old is not None and old.ref() is tensor else None
+        is_unread = raw is not None and old is not None and old.row is None
+        if argument in info.fills and (info.late or is_unread):
+            value = Value(tensor, event, None, event.number)
+            value.raw = event if info.late else raw
+        else:
+            value = Value(tensor, event, None if info.empty else _scan(tensor), event.number)
+            value.raw = event if info.empty else None
+        if old is not None and old.ref() is tensor and old.base is not None:
+            value.base, value.is_apart = old.base, old.is_apart
+            if isinstance(value.row, _C.PendingScan) or value.is_bad:
+                value.base.via = value
+        if value.versions[0] >= 0:
+            value.versions = value.versions[0], value.versions[0] + 1
+        self._values[id(tensor)] = value
+        return value
+
+    def _new(self, event: Event, info: OpInfo, x: torch.Tensor) -> Value:
+        if info.empty or info.late:
+            value = Value(x, event, None, event.number)
+            value.raw = event
+        elif info.is_view and event.operands:
+            base = event.operands[0][1]
+            is_whole = math.prod(_shape(x)) == math.prod(base.shape)
+            row = base.row if is_whole or base.is_unread else _scan(x)
+            value = Value(x, base.maker, row, event.number)
+            value.raw, value.taint, value.is_rewritten = base.raw, base.taint, base.is_rewritten
+            value.base = base.base or base
+            value.is_apart = base.is_apart or info.name == _DETACH
+            value.versions += base.versions  # torch makes them share a count when the op is over
+        else:
+            value = Value(x, event, _scan(x), event.number)
+        return value
+
+    # -- places ----------------------------------------------------------------------------------
+
+    def _note_place(self, event: Event) -> None:
+        thread = self.thread
+        node = _node()
+        here = sys._getframe(2)  # noqa: SLF001 - on a path where inspect is too slow
+        if thread.optimizer is not None and not thread.modules and node is None:
+            caller, closure = thread.optimizer
+            event.in_optimizer = closure is None or not is_called_by(closure, caller, here)
+        if thread.modules:
+            event.place, event.recomputed = thread.modules[-1]
+        event.thread = threading.get_ident()
+        if node is None or event.recomputed:
+            frame = user_frame(here)
+        else:
+            frame, event.recomputed = user_frame_in_backward(here)
+        if node is not None and not event.recomputed:
+            event.node = node.name(), node._sequence_nr()  # noqa: SLF001 - no public spelling
+            event.outputs = self._outputs_of(node, event)
+            event.is_inner = frame is None and event.outputs is not None
+            if frame is None and event.node[0] == _LEAF:  # it has no forward line, and no outputs
+                frame, event.is_inner = user_frame(here), False
+        else:
+            thread.done = None
+        if event.node is None or torch.is_grad_enabled():
+            self.forward.setdefault((event.thread, _sequence_number() - 1), event)
+        if frame is not None:
+            event.code, event.line = frame.f_code, frame.f_lineno
+
+    def _outputs_of(self, node: Any, event: Event) -> list[Value | None] | None:
+        """What a node returns: filled in when it is done. None: it is, and gradients are summed."""
+        thread, name = self.thread, event.node
+        if thread.done == name:
+            return None
+        if thread.node is not node:
+            if event.info.name in _SUMS:
+                return None
+            outputs: list[Value | None] = []
+
+            def done(gradients: Any, _: Any) -> None:
+                handle.remove()
+                thread.node, thread.done = None, name
+                outputs.extend(None if g is None else self._gradient(g) for g in gradients)
+                self._on_node(outputs)
+
+            handle = node.register_hook(done)
+            thread.node, thread.outputs, thread.done = node, outputs, None
+        return thread.outputs
+
+    def _gradient(self, gradient: torch.Tensor) -> Value:
+        while is_functorch_wrapped_tensor(gradient):
+            gradient = get_unwrapped(gradient)
+        return self.value(gradient) or self.read(gradient)
+
+
+def _named_tensors(argument: str, x: Any) -> tuple[tuple[str, torch.Tensor], ...]:
+    """The tensors of one argument, with names."""
+    if isinstance(x, torch.Tensor):
+        return ((argument, x),)
+    if isinstance(x, (list, tuple)):
+        return tuple(
+            (f"{argument}[{i}]", t) for i, t in enumerate(x) if isinstance(t, torch.Tensor)
+        )
+    return ()
+
+
+def _flat(out: Any) -> Iterator[torch.Tensor]:
+    if isinstance(out, (list, tuple)):
+        for x in out:
+            if isinstance(x, torch.Tensor):
+                yield x
+            elif isinstance(x, (list, tuple)):
+                yield from _flat(x)
+
+
+def _scan(tensor: torch.Tensor) -> Record | _C.PendingScan | None:
+    """A row; with moments where it cannot be looked at before the tensor is gone."""
+    moments = tensor.is_cuda
+    row: Record | _C.PendingScan | int = _scan_once(tensor, moments)
+    if row == _C.NOT_FLOAT:
+        return None
+    if isinstance(row, int):
+        row = scan_anywhere(tensor, moments=moments)
+    return row if not isinstance(row, int) else _scan_only_part(tensor, moments=moments)
+
+
+def _scan_only_part(tensor: torch.Tensor, *, moments: bool) -> Record | _C.PendingScan | None:
+    """Of a subclass that wraps one tensor."""
+    try:
+        parts = plain_parts(tensor)
+    except Unscannable:
+        return None
+    row = scan_anywhere(parts[0][1], moments=moments) if len(parts) == 1 else None
+    return None if isinstance(row, int) else row
