@@ -93,7 +93,7 @@ class Blame:
         taint = self._why(event, bad)
         for value in bad:
             if value.raw is not None and value.raw is not event:
-                value.taint = self._add("raw", value.raw)
+                value.taint = self._of_memory(value.raw)
             else:
                 value.taint = taint
         is_news = taint.event is event or taint.consequence is event
@@ -105,7 +105,7 @@ class Blame:
         for value in values:
             if value is not None and value.is_bad:
                 if value.taint is None and value.raw is not None:
-                    value.taint = self._add("raw", value.raw)
+                    value.taint = self._of_memory(value.raw)
                 if value.taint is not None:
                     value.taint.leave_node()
                     value.taint.blame(reached=what)
@@ -159,11 +159,15 @@ class Blame:
         if via is not None:
             return via
         if value.raw is not None:
-            return self._add("raw", value.raw)
+            return self._of_memory(value.raw)
         if value.is_rewritten and self._taints:  # through a view: most likely by the latest
             return self._taints[-1]
         nan, posinf, _ = _counts(value)
         return self._add("outside" if nan or posinf else "mask", event)
+
+    def _of_memory(self, event: Event) -> Taint:
+        """The reason of what was found in memory that an op made, or received something into."""
+        return self._add("outside" if event.info.late else "raw", event)
 
     def _add(self, kind: Kind, event: Event) -> Taint:
         for taint in self._taints[-_RECENT:]:
