@@ -103,7 +103,7 @@ class Blame:
         for value in bad:
             value.taint = taint
             if value.raw is not None and value.raw is not event:
-                value.taint = self._add("raw", value.raw)
+                value.taint = self._of_memory(value.raw)
             elif not event.info.is_view:
                 taint.values.append(value)
         is_news = taint.event is event or taint.consequence is event
@@ -116,7 +116,7 @@ class Blame:
             if value is None or not value.is_bad:
                 continue
             if value.taint is None and value.raw is not None:
-                value.taint = self._add("raw", value.raw)
+                value.taint = self._of_memory(value.raw)
             taint: Taint | None = value.taint
             if taint is not None and taint.kind != "mask" and not taint.blamed:
                 taint.blamed, taint.reached = True, what
@@ -186,11 +186,15 @@ class Blame:
         if via is not None:
             return via
         if value.raw is not None:
-            return self._add("raw", value.raw)
+            return self._of_memory(value.raw)
         if value.is_rewritten and self._taints:  # through a view: most likely by the latest
             return self._taints[-1]
         nan, posinf, _ = _counts(value)
         return self._add("outside" if nan or posinf else "mask", event)
+
+    def _of_memory(self, event: Event) -> Taint:
+        """The reason of what was found in memory that an op made, or received something into."""
+        return self._add("outside" if event.info.late else "raw", event)
 
     def _add(self, kind: Kind, event: Event) -> Taint:
         for taint in self._taints[-_RECENT:]:

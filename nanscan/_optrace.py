@@ -83,6 +83,7 @@ _FILL = frozenset(
 _UNDECLARED = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 # Communication goes on behind the op: what it receives is read when somebody reads it.
 _LATE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_WAIT = "wait_tensor"
 _IGNORED = ("profiler",)
 
 _infos: dict[int, OpInfo] = {}  # by id(op); ops live as long as the process
@@ -120,14 +121,18 @@ class OpInfo:
             if argument.alias_info is not None and argument.alias_info.is_write
         }
         written |= set(_UNDECLARED.get(base, ()))
+        self.late = namespace in _LATE and base != _WAIT
+        if namespace == "c10d" and base != "send":  # whose schemas do not say so
+            written |= {i for i, name in enumerate(self.arguments) if not name.startswith("input")}
         self.written = frozenset(self.arguments[i] for i in written)
         outs = frozenset(a.name for a in schema.arguments if a.is_out)
         self.is_view = bool(getattr(func, "is_view", False)) and not written
         self.empty = base in _EMPTY
-        self.late = namespace in _LATE and base != "wait_tensor"
         self.ignored = namespace in _IGNORED
         self.overwrites = self.written if base in _OVERWRITE else outs
         self.fills = self.written if base in _FILL or self.late else frozenset()
+        if base == _WAIT:
+            self.fills = frozenset(self.arguments)
 
 
 class Value:
@@ -145,8 +150,8 @@ class Value:
         base: what it is a view of.
         via: what a view of it held last that was not finite, when it was written through that.
         number: of the op at which this was noted.
-        is_apart: it is, or is a view of, what may be the `data` of a tensor: a write of it counts
-            no version of that tensor.
+        is_apart: it may be the `data` of a tensor, or a view of that: a write of it counts no
+            version of that tensor.
         is_consumed: an op took it, and returned floating-point values.
         is_rewritten: it was written through another view, or by code that is not seen.
     """
@@ -383,10 +388,10 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 value.via = (old.base or old).via
         return value
 
-    def _note_write(self, tensor: torch.Tensor) -> None:
+    def _note_write(self, tensor: torch.Tensor, info: OpInfo) -> None:
         """An op is about to write a tensor, which may be the `data` of another one."""
         known = self._values.get(id(tensor))
-        is_apart = known is None or known.ref() is not tensor or known.is_apart
+        is_apart = known is None or known.ref() is not tensor or known.is_apart or info.late
         if is_apart or self._written:
             storage = _storage(tensor)
             if is_apart or storage in self._written:
@@ -410,7 +415,6 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, tensor in tensors:
                 if argument in info.written:
                     written.append((argument, tensor))
-                    self._note_write(tensor)
                     if argument in info.overwrites:
                         continue
                 value = self.value(tensor)
@@ -421,6 +425,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         value = self.read(tensor)
                 event.operands.append((name, value))
                 taken.append(tensor)
+        for _, tensor in written:
+            self._note_write(tensor, info)
         return taken, written
 
     def _note_results(
@@ -531,7 +537,7 @@ def _named_tensors(argument: str, x: Any) -> tuple[tuple[str, torch.Tensor], ...
         return ((argument, x),)
     if isinstance(x, (list, tuple)):
         return tuple(
-            (f"{argument}[{i}]", t) for i, t in enumerate(x) if isinstance(t, torch.Tensor)
+            named for i, t in enumerate(x) for named in _named_tensors(f"{argument}[{i}]", t)
         )
     return ()
 
