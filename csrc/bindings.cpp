@@ -320,7 +320,10 @@ void define_table(py::module_& m) {
       .def("__len__", &Table::size)
       .def_property_readonly("visits", &Table::visits)
       .def_property_readonly("last_ticket", &Table::last_ticket)
+      .def_property_readonly("bad_rows", &Table::bad_rows)
       .def("order", [](const Table& table, int row) { return context_of(table, row).order; })
+      .def("latest_order",
+           [](const Table& table, int row) { return context_of(table, row).latest_order; })
       .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert(),
            py::arg("reset") = true)
       .def("describe", [](const Table& table,

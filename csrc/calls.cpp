@@ -29,7 +29,7 @@ Calls::Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_
       name_keywords_(PyUnicode_InternFromString("keywords")),
       name_output_(PyUnicode_InternFromString("new_output")),
       name_gradient_(PyUnicode_InternFromString("gradient")),
-      name_is_recomputing_(PyUnicode_InternFromString("is_recomputing")),
+      name_call_starts_(PyUnicode_InternFromString("call_starts")),
       name_forward_ended_(PyUnicode_InternFromString("forward_ended")),
       name_grad_fn_(PyUnicode_InternFromString("grad_fn")),
       name_output_nr_(PyUnicode_InternFromString("output_nr")),
@@ -42,7 +42,7 @@ Calls::~Calls() {
   for (auto& entry : modules_) release(entry.second);
   for (PyObject* name :
        {name_unknown_, name_is_running_, name_first_call_, name_input_, name_keywords_,
-        name_output_, name_gradient_, name_is_recomputing_, name_forward_ended_, name_grad_fn_,
+        name_output_, name_gradient_, name_call_starts_, name_forward_ended_, name_grad_fn_,
         name_output_nr_, name_hooks_, name_register_})
     Py_DECREF(name);
 }
@@ -136,10 +136,10 @@ bool Calls::find_or_ask(PyObject* module, Module*& entry) {
   return false;
 }
 
-// A call that no other encloses: does it belong to a backward?
-bool Calls::note_recomputing() {
+// Tells of a call that no other encloses. Does it belong to a backward?
+bool Calls::note_start() {
   if (!stack().empty()) return true;
-  PyObject* answer = call(slow_, name_is_recomputing_);
+  PyObject* answer = call(slow_, name_call_starts_);
   stack().recomputing = answer == Py_True;
   return succeeded(answer);
 }
@@ -148,7 +148,7 @@ bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
   Module* entry;
   if (!find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  if (!note_recomputing()) {
+  if (!note_start()) {
     release(entry);
     return false;
   }
@@ -166,7 +166,7 @@ bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* o
   if (!find_or_ask(module, entry)) return false;
   if (!entry) return true;
   const bool done =
-      note_recomputing() &&
+      note_start() &&
       (!scans_inputs(*entry) || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
       (!scans(*entry) || visit_output(*entry, output)) &&
       (!stack().empty() || succeeded(call(slow_, name_forward_ended_, entry->place)));

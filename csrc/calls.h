@@ -93,7 +93,7 @@ class Calls {
   bool find_or_ask(PyObject* module, Module*& entry);
   bool is_suspicious(Module* entry);
   bool drop_interrupted();
-  bool note_recomputing();
+  bool note_start();
   Stack& stack();
   bool visit_inputs(Module& module, PyObject* args);
   bool visit_keywords(Module& module, PyObject* kwargs);
@@ -130,7 +130,7 @@ class Calls {
   std::unordered_map<const void*, Module*> modules_;
   std::unordered_map<unsigned long, Stack> stacks_;  // by thread; entries are never erased
   PyObject *name_unknown_, *name_is_running_, *name_first_call_, *name_input_, *name_keywords_,
-      *name_output_, *name_gradient_, *name_is_recomputing_, *name_forward_ended_, *name_grad_fn_,
+      *name_output_, *name_gradient_, *name_call_starts_, *name_forward_ended_, *name_grad_fn_,
       *name_output_nr_, *name_hooks_, *name_register_;
 };
 

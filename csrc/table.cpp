@@ -216,6 +216,15 @@ int Table::add_row() {
   return index;
 }
 
+std::vector<std::tuple<int, uint32_t, bool>> Table::bad_rows() const {
+  std::vector<std::tuple<int, uint32_t, bool>> bad;
+  for (int i = 0; i < size(); ++i) {
+    const Row& r = row(i);
+    if (r.ticket != 0) bad.emplace_back(i, r.ticket, r.nan == 0 && r.posinf == 0);
+  }
+  return bad;
+}
+
 DescriptionPtr Table::description_of(DType dtype, bool is_complex,
                                      std::vector<int64_t> shape) const {
   const double largest = with_format(dtype, [](auto format) {

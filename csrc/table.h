@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -108,6 +109,9 @@ class Table {
   int size() const { return static_cast<int>(contexts_.size()); }
   uint64_t visits() const { return visits_; }
   uint32_t last_ticket() const { return last_ticket_; }
+
+  // Rows on the host that went bad since the last reset, their tickets, and whether by -Inf alone.
+  std::vector<std::tuple<int, uint32_t, bool>> bad_rows() const;
   const RowContext& context(int row) const { return contexts_[row]; }
 
   // Scans into a row. Large tensors release the GIL meanwhile.
@@ -151,7 +155,7 @@ class Table {
  private:
   static constexpr int kRowsPerChunk = 512;
 
-  Row& row(int index) { return chunks_[index / kRowsPerChunk][index % kRowsPerChunk]; }
+  Row& row(int index) const { return chunks_[index / kRowsPerChunk][index % kRowsPerChunk]; }
   void note_visit(int index) {
     if (contexts_[index].order == 0) contexts_[index].order = ++visits_;
   }

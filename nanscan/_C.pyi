@@ -66,7 +66,11 @@ class Table:
     def visits(self) -> int: ...  # rows visited since the last snapshot
     @property
     def last_ticket(self) -> int: ...  # changes whenever a row goes bad
+    @property
+    # Of this step, on the host: row, ticket, and whether it is bad by -Inf alone.
+    def bad_rows(self) -> list[tuple[int, int, bool]]: ...
     def order(self, row: int) -> int: ...
+    def latest_order(self, row: int) -> int: ...  # in the last step that visited it, this one aside
     @property
     def on_device(self) -> bool: ...  # some rows are on CUDA devices
     def abandon_devices(self) -> None: ...  # in a forked child

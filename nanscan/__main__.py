@@ -121,6 +121,8 @@ def _locate(options: argparse.Namespace) -> int:
     if search.location is not None:
         return 1
     print("nanscan: no op made a non-finite value that led anywhere", file=sys.stderr)  # noqa: T201
+    if search.absorbed is not None:
+        print(f"absorbed, so no fault: {search.absorbed}", file=sys.stderr)  # noqa: T201
     return 0
 
 

@@ -1,8 +1,9 @@
 """Which op was the first to make non-finite values out of finite ones, told from a trace of ops.
 
 Every non-finite value has a taint: the reason why it is so. It travels along with what is computed
-from it. Some reasons are a fault at once: a NaN, or +Inf, out of finite operands. Others may be
-meant, and become one only if they lead to NaN, or to what counts: a loss, a gradient, a parameter.
+from it. NaN or +Inf out of finite values is a fault, unless other ops take all of it and make
+finite values of it again, as torch.where does in a forward. Other reasons may be meant, and become
+a fault only if they lead to NaN, or to what counts: a loss, a gradient, a parameter.
 """
 
 from __future__ import annotations
@@ -34,44 +35,50 @@ class Taint:
     Attributes:
         kind: what kind of reason.
         event: where it came up; of "raw": what made the memory.
-        is_inner: it came up inside an autograd node, which has not returned it (yet).
         blamed: it is a fault.
         consequence: the op that made NaN out of Inf; of "raw": the first that computed with it.
         reached: what it got to, in words.
+        values: that are bad for this reason, as far as ops made them in this step.
     """
 
-    __slots__ = ("blamed", "consequence", "event", "is_inner", "kind", "reached")
+    __slots__ = ("blamed", "consequence", "event", "kind", "reached", "values")
 
     def __init__(self, kind: Kind, event: Event) -> None:
         self.kind = kind
         self.event = event
-        self.is_inner = event.is_inner and kind in ("made", "minus")
-        self.blamed = kind == "made" and not self.is_inner
+        self.blamed = False
         self.consequence: Event | None = None
         self.reached = ""
+        self.values: list[Value] = []
 
-    def blame(self, *, consequence: Event | None = None, reached: str = "") -> None:
-        """It is a fault, unless it is a mask, or stays inside of a node."""
-        if self.kind == "mask":
-            return
-        self.consequence = self.consequence or consequence
-        if not self.blamed:
-            self.reached = reached
-            self.blamed = not self.is_inner
+    @property
+    def is_fault(self) -> bool:
+        """Whether it is one by itself, unless all that came of it is absorbed."""
+        return self.kind == "made" or (
+            self.kind in ("minus", "outside") and self.consequence is not None
+        )
 
-    def leave_node(self) -> None:
-        """The node in which it came up returned it."""
-        if self.is_inner:
-            self.is_inner = False
-            self.blamed = self.kind == "made" or self.consequence is not None
+    @property
+    def is_inner(self) -> bool:
+        """Whether it came up in a node of autograd, in no line of the user's."""
+        return self.event.node is not None and self.event.code is None
+
+    @property
+    def is_absorbed(self) -> bool:
+        """Whether ops took whatever is bad, and made finite values of it in the end."""
+        return all(value.is_consumed for value in self.values)
 
 
 class Blame:
     """Judges the events of a trace, in their order."""
 
     def __init__(self) -> None:
-        self._taints: list[Taint] = []
-        self._inner: list[Taint] = []  # of nodes that are running
+        self._taints: list[Taint] = []  # of this step, and faults
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether anything was bad in this step."""
+        return bool(self._taints)
 
     @property
     def first(self) -> Taint | None:
@@ -88,56 +95,76 @@ class Blame:
                 the op wrote to. Where it made something bad they are scanned with moments.
         """
         bad = [value for value in event.results if value.is_bad]
+        if self._taints and not event.info.is_view:
+            _consume(event)
         if not bad:
             return
         taint = self._why(event, bad)
         for value in bad:
+            value.taint = taint
             if value.raw is not None and value.raw is not event:
                 value.taint = self._of_memory(value.raw)
-            else:
-                value.taint = taint
+            elif not event.info.is_view:
+                taint.values.append(value)
         is_news = taint.event is event or taint.consequence is event
         if operands is not None and is_news and taint.kind != "mask":
             _take_moments(event, operands)
 
     def reached(self, values: Iterable[Value | None], what: str) -> None:
-        """What counts holds these values: a fault, where they are bad."""
+        """What counts holds these values: a fault, where they are bad, and no mask."""
         for value in values:
-            if value is not None and value.is_bad:
-                if value.taint is None and value.raw is not None:
-                    value.taint = self._of_memory(value.raw)
-                if value.taint is not None:
-                    value.taint.leave_node()
-                    value.taint.blame(reached=what)
+            if value is None or not value.is_bad:
+                continue
+            if value.taint is None and value.raw is not None:
+                value.taint = self._of_memory(value.raw)
+            taint: Taint | None = value.taint
+            if taint is not None and taint.kind != "mask" and not taint.blamed:
+                taint.blamed, taint.reached = True, what
+                if not any(known is taint for known in self._taints):
+                    self._taints.append(taint)  # of an earlier step
 
-    def returned(self, outputs: list[Value | None]) -> None:
-        """An autograd node returned these gradients. What it made on the way there is forgotten."""
-        if not self._inner:
-            return
-        out = {id(value.taint) for value in outputs if value is not None and value.is_bad}
-        for taint in self._inner:
-            if taint.event.outputs is outputs and id(taint) in out:
-                taint.leave_node()
-        self._inner = [taint for taint in self._inner if taint.event.outputs is not outputs]
+    def end_step(self) -> None:
+        """What of this step's values is left over, and was not absorbed by now, is a fault."""
+        for taint in self._taints:
+            taint.blamed |= taint.is_fault and not taint.is_absorbed
 
-    def settle(self, events: list[Event]) -> None:
-        """A step is over: forgets what its ops took, and what turned out to be no fault."""
-        self._taints = [taint for taint in self._taints if taint.blamed]
-        kept = {id(event) for t in self._taints for event in (t.event, t.consequence)}
+    @property
+    def first_absorbed(self) -> Taint | None:
+        """The first in this step that is no fault for that alone; torch's own inside of a backward,
+        whose formulas do so on purpose, left out.
+        """  # noqa: D205
+        absorbed = (t for t in self._taints if t.is_fault and not t.blamed and not t.is_inner)
+        return min(absorbed, key=lambda taint: taint.event.number, default=None)
+
+    def forget(self, events: list[Event], *, is_end: bool) -> None:
+        """Lets go of what ops took and returned.
+
+        Args:
+            events: the ops.
+            is_end: the step is over: all that is no fault is forgotten.
+        """
+        kept = {
+            id(event)
+            for taint in self._taints
+            if taint.kind != "mask"
+            for event in (taint.event, taint.consequence)
+        }
         for event in events:
             if id(event) not in kept:
                 event.operands, event.results = [], []
+        if is_end:
+            for taint in self._taints:
+                taint.values.clear()
+            self._taints = [taint for taint in self._taints if taint.blamed]
 
     def _why(self, event: Event, bad: list[Value]) -> Taint:
         handed = [value for _, value in event.operands if value.is_bad]
         for value in handed:
             if value.taint is None:
                 value.taint = self._of_unknown(value, event)
-            elif value.taint.event.outputs is not event.outputs:
-                value.taint.leave_node()
         nan, posinf = (any(counts) for counts in list(zip(*map(_counts, bad), strict=True))[:2])
         if not handed:
-            if any(_is_infinite(x) for x in event.settings.values()):
+            if not nan and any(_is_infinite(x) for x in event.settings.values()):
                 return self._add("mask", event)
             is_fault = nan or (posinf and not event.settings.get("zero_infinity"))
             return self._add("made" if is_fault else "minus", event)
@@ -150,7 +177,7 @@ class Blame:
             return taint
         if taint.kind == "mask":
             return self._add("made", event)
-        taint.blame(consequence=event)
+        taint.consequence = taint.consequence or event
         return taint
 
     def _of_unknown(self, value: Value, event: Event) -> Taint:
@@ -175,9 +202,16 @@ class Blame:
                 return taint
         taint = Taint(kind, event)
         self._taints.append(taint)
-        if taint.is_inner:
-            self._inner.append(taint)
         return taint
+
+
+def _consume(event: Event) -> None:
+    """Notes what an op took in to make something else of it; a comparison, or .item(), does not."""
+    if any(value.row is not None for value in event.results):
+        for _, value in event.operands:
+            value.is_consumed = True
+            if value.base is not None:
+                value.base.is_consumed = True
 
 
 def _counts(value: Value) -> tuple[int, int, int]:

@@ -115,7 +115,7 @@ def _not_this_gradient(judged: Judged, _: Facts) -> str | None:
     gradients = [stats for site, stats in judged.finding.given if site.kind == "grad"]
     limit = torch.finfo(judged.finding.dtype).max
     top = max((stats.absmax or 0.0 for stats in gradients), default=math.inf)
-    if top * top > limit or not all(stats.is_finite for stats in gradients):
+    if top * top > limit:
         return None
     return f"exploding gradients: the gradient is finite, absmax {number(top)}"
 
@@ -123,10 +123,10 @@ def _not_this_gradient(judged: Judged, _: Facts) -> str | None:
 def _not_overflow(judged: Judged, facts: Facts) -> str | None:
     """Where even the exponential of the largest value that was seen is far from the limit."""
     dtype = facts.narrowest
-    _, bad, top = facts.forward_before(judged.node.row)
+    scanned, bad, top = facts.forward_before(judged.node.row)
     top = max([top, *(size for _, size in facts.gradients_by_module(judged.node.row))])
     limit = float(torch.finfo(dtype).max)
-    if judged.finding.stats.inf_count or bad or top == 0 or top > math.log(limit) / 2:
+    if judged.finding.stats.inf_count or bad or not scanned or top > math.log(limit) / 2:
         return None
     return (
         f"overflow: finite values of the step reach {number(top)}; {name_of(dtype)} ends at "

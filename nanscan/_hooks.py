@@ -41,6 +41,7 @@ from nanscan._scan import check, prepare, scan_anywhere
 from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds, gradient_dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
 from nanscan._skip import Gradients, Skipper, is_stand_in
+from nanscan._spoiled import Suspects
 from nanscan._table import OptimizerFacts, Outcome, Scans, Table
 from nanscan._tensors import Unscannable, plain_parts, reason, rounds_to_zero
 
@@ -65,7 +66,12 @@ class Hooks:
         table: where scans go.
         kinds: what to scan.
         on_sweep: called with scans of the parameters of a model, before it first runs.
-        on_forward: called after an outermost module call, with its place.
+        on_spoiled: called with scans of parameters that went bad between two steps, and how; and
+            again when they are fine.
+        on_start: called before an outermost module call.
+        on_forward: called after one, with its place.
+        on_backward: called before the loss of an outermost backward is scanned (False), and when
+            that has ended (True).
         on_step: called after an optimizer step, with the optimizer and what became of the step.
         on_call: called before an outermost module call, with module and arguments; None: never.
         on_gradients: called when the gradients of an optimizer were scanned before its step.
@@ -79,7 +85,10 @@ class Hooks:
         kinds: frozenset[str],
         *,
         on_sweep: Callable[[Scans], None],
+        on_spoiled: Callable[[Scans, str], None],
+        on_start: Callable[[], None],
         on_forward: Callable[[ModulePlace], None],
+        on_backward: Callable[[bool], None],
         on_step: Callable[[Optimizer, Outcome], None],
         on_call: Callable[[nn.Module, Any, Any], None] | None = None,
         on_gradients: Callable[[], None] = lambda: None,
@@ -102,7 +111,13 @@ class Hooks:
         self._leaf = self._calls.leaf
         registry.listen(self._calls.add, self._calls.remove)
         self._on_sweep = on_sweep
+        self._on_spoiled = on_spoiled
+        self._suspects = Suspects(registry, table)
+        self._on_start = on_start
         self._on_forward = on_forward
+        self._on_backward = on_backward
+        self._backward_order: dict[ParameterPlace, int] = {}  # where no optimizer has a plan
+        self._are_gradients_scanned = False  # of the last backward, where no optimizer steps
         self._on_step = on_step
         self._on_call = on_call
         self._on_gradients = on_gradients
@@ -305,6 +320,13 @@ class Hooks:
         self._visit_other(output, node, status)
         return node.row
 
+    def call_starts(self) -> bool:
+        """A call that no other encloses. Returns whether it repeats one, for a checkpoint."""
+        recomputing = self.is_recomputing()
+        if not recomputing:
+            self._on_start()
+        return recomputing
+
     def is_recomputing(self) -> bool:
         """Whether a backward runs in this thread: a call now repeats one, for a checkpoint."""
         return torch._C._current_autograd_node() is not None  # noqa: SLF001 - no public spelling
@@ -329,6 +351,7 @@ class Hooks:
 
     def forward_ended(self, place: ModulePlace) -> None:
         """An outermost module returned."""
+        self._look_for_spoiled()
         self._ran |= torch.is_grad_enabled()
         self._on_forward(place)
 
@@ -345,18 +368,29 @@ class Hooks:
                     if known is not None and known.watched and known.param.row < 0:
                         self._table.add(known.param)
                         swept.append((parameter, known.param))
+        scans = self._scan_apart(swept)
+        # Nobody knows when, and if, a CUDA graph that is being recorded will run.
+        captured = any(isinstance(scan, _C.PendingScan) and scan.captured for _, scan, _ in scans)
+        if scans and not captured:
+            self._on_sweep(scans)
+
+    def _scan_apart(self, pairs: list[tuple[torch.Tensor, Node]]) -> Scans:
+        """Scans outside of the table's rows; what is no plain tensor, into its row after all."""
         scans: Scans = []
-        rows = _C.scan_once_many([parameter for parameter, _ in swept], False)
-        for (tensor, node), scanned in zip(swept, rows, strict=True):
+        rows = _C.scan_once_many([tensor for tensor, _ in pairs], False)
+        for (tensor, node), scanned in zip(pairs, rows, strict=True):
             row = scan_anywhere(tensor) if isinstance(scanned, int) else scanned
             if isinstance(row, int):
                 self._scan_unusual(tensor, node, row)
             else:
                 scans.append((node, row, _C.describe(tensor) or ("float32", ())))
-        # Nobody knows when, and if, a CUDA graph that is being recorded will run.
-        captured = any(isinstance(scan, _C.PendingScan) and scan.captured for _, scan, _ in scans)
-        if scans and not captured:
-            self._on_sweep(scans)
+        return scans
+
+    def _look_for_spoiled(self) -> None:
+        """Has a parameter gone bad since its last scan? Asked as soon as something else has."""
+        if "param" in self._kinds:
+            for how, scans in self._suspects.look():
+                self._on_spoiled(scans, how)
 
     def _visit_one(self, x: Any, node: Node, around: tuple[int, ...] = ()) -> None:
         row = self._visit(x, node.row)
@@ -473,14 +507,26 @@ class Hooks:
 
     def backward_begins(self, tensors: Any) -> None:
         """Scans the loss, unless it can only be another model's, or a checkpoint's."""
-        if self.is_recomputing():
-            return
-        if self._ran or not self._registry.only:
+        if self._is_of_ours():
+            self._on_backward(False)
             self.watch(tensors, "loss", "loss")
+            self._look_for_spoiled()
+
+    def backward_ended(self) -> None:
+        """Tells of it. `torch.autograd.grad` and what torch.compile traced does not come here."""
+        if self._is_of_ours():
+            self._on_backward(True)
+
+    def _is_of_ours(self) -> bool:
+        return bool(
+            self._handles and (self._ran or not self._registry.only) and not self.is_recomputing()
+        )
 
     def clipping_begins(self, parameters: list[torch.Tensor]) -> None:
         """Scans gradients as backward left them. Before the step they are scanned as they are."""
         if "grad" not in self._kinds or not self.turn.period or not self._handles:
+            return
+        if self._are_gradients_scanned:
             return
         known = [(p, self._registry.parameter(p, "")) for p in parameters]
         places = [(p, place) for p, place in known if place is not None and place.watched]
@@ -501,6 +547,39 @@ class Hooks:
         if plan is not None and self._handles:
             self._scan_gradients(optimizer, plan)
             self._on_step(optimizer, Outcome(id(optimizer), True, scaler.get_scale()))
+
+    # -- training by hand: no optimizer steps what backward made gradients of ----------------------
+
+    def scan_gradients(self) -> None:
+        """Scans all gradients, in the order in which backward made them."""
+        if "grad" not in self._kinds or not self.turn.period:
+            return
+        began = time.perf_counter()
+        pairs = [
+            (grad, place)
+            for parameter, place in self._registry.live_parameters()
+            if (grad := parameter.grad) is not None
+        ]
+        if any(place not in self._backward_order for _, place in pairs):
+            self._backward_order = {place: -self._forward_position(place) for _, place in pairs}
+        pairs.sort(key=lambda pair: self._backward_order[pair[1]])
+        self._scan_all([(grad, place.grad) for grad, place in pairs])
+        self._are_gradients_scanned = True
+        self._cost.rest += time.perf_counter() - began
+        self._look_for_spoiled()
+
+    def scan_parameters(self) -> None:
+        """Scans parameters and buffers, as after an optimizer's step."""
+        self._are_gradients_scanned = self._ran = False
+        if not (self.turn.slow and self._handles):
+            return
+        began = time.perf_counter()
+        if "param" in self._kinds:
+            live = self._registry.live_parameters()
+            self._scan_all([(parameter, place.param) for parameter, place in live])
+        if "buffer" in self._kinds:
+            self._scan_buffers()
+        self._cost.slow += time.perf_counter() - began
 
     # -- optimizer steps -------------------------------------------------------------------------
 
@@ -544,6 +623,7 @@ class Hooks:
             )
             if self._table.last_ticket != ticket:
                 self._bad_gradients = self._table.resets
+                self._look_for_spoiled()
             self._cost.rest += time.perf_counter() - began
 
     def _look_at_gradients(self, optimizer: Optimizer, plan: _Plan) -> tuple[Gradients, bool]:
@@ -575,6 +655,7 @@ class Hooks:
                 # Before a closure ran, its model may not have been known.
                 plan = (self._plan(optimizer) or plan) if plan.has_loose else plan
                 began = time.perf_counter()
+                self._suspects.stepped(id(optimizer), plan.watched, scanned=self.turn.slow)
                 if self.turn.slow:
                     self._scan_after_step(optimizer, plan)
                 scanned = time.perf_counter()
@@ -700,14 +781,14 @@ class Hooks:
         return _Plan(weakref.ref(optimizer), identity, known, has_loose, watched, backward)
 
     def _forward_position(self, place: ParameterPlace) -> int:
-        """When the module that owns a parameter ran in this step; 0: it did not.
+        """When the module that owns a parameter ran in this step or its last one; 0: never.
 
         A module may use the parameters of one inside it without calling that.
         """
         owner, position = place.parent, 0
         while owner is not None and position == 0:
             rows = [node.row for node in owner.outputs.walk() if node.row >= 0]
-            position = max((self._table.order(row) for row in rows), default=0)
+            position = max(map(self._table.latest_order, rows), default=0)
             owner = owner.parent
         return position
 

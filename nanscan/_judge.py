@@ -167,6 +167,7 @@ class Judge:
         self._bad_parameters: dict[int, ScanResult] = {}  # by row, as last scanned
         self._reported: set[int] = set()  # rows reported as bad in this episode
         self._near: set[int] = set()  # rows reported as near the limit, still there
+        self._latest: set[int] = set()  # rows that were bad in the last whole snapshot
         self._absorbed = -1, -1  # step and row, as last reported: a step may be judged in parts
 
     @property
@@ -177,9 +178,11 @@ class Judge:
     def judge(self, snapshot: Snapshot) -> list[Judged]:
         """What is new in a step, in the order in which it happened."""
         if not (snapshot.notable or self._reported or self._near):
-            return []
+            return []  # and so `_latest` is empty
         step = _Step(self, snapshot)
         bad = step.bad_rows()
+        if snapshot.whole:
+            self._latest = set(bad)
         near = self._newly_near(snapshot, set(bad))
         news = [step.describe(row, "near-limit") for row in near]
         if snapshot.skips and step.is_of_backward(bad):
@@ -200,7 +203,8 @@ class Judge:
             if absorbed:
                 self._absorbed = snapshot.step, absorbed[0].node.row
             return [*news, *faults, *absorbed]
-        if snapshot.whole and self._reported and not bad and not self._bad_parameters:
+        is_over = snapshot.whole and not snapshot.continues and not bad
+        if is_over and self._reported and not self._bad_parameters:
             news += self._recovered(step, snapshot)
         return news
 
@@ -288,6 +292,8 @@ class _Step:
         self._rows = snapshot.rows
         self._order = snapshot.order
         self._earlier: set[int] = set(judge._bad_parameters)  # noqa: SLF001 - rows already bad
+        if snapshot.continues:
+            self._earlier |= judge._latest  # noqa: SLF001
         self._made = False  # whether something went bad in this step that no caller handed in
 
     def note(self, row: int) -> None:
@@ -375,6 +381,9 @@ class _Step:
         if self._snapshot.untrained:
             judged.finding.how = "it was so before its model first ran"
             return judged
+        if self._snapshot.spoiled:
+            judged.finding.how = self._snapshot.spoiled
+            return judged
         place = node.place
         if node.kind == "input":
             by_code = node.computed or place.parent is not None
@@ -427,7 +436,7 @@ class _Step:
             verdict=verdict,
             how=_HOW.get(verdict, ""),
             stats=self._stats(row),
-            given=self._seen(self._given(node)),
+            given=self._seen(self._given(node), as_known=node.kind == "output"),
             before=self._seen(self._rows_before(row)),
             history=self._table.history(row),
             aliases=list(node.place.aliases) if isinstance(node.place, ParameterPlace) else [],
@@ -504,12 +513,15 @@ class _Step:
     def _stats(self, row: int) -> ScanResult:
         return self._snapshot.result(row)
 
-    def _seen(self, rows: Iterable[int]) -> list[Seen]:
+    def _seen(self, rows: Iterable[int], *, as_known: bool = False) -> list[Seen]:
+        """Rows of this step, and parameters that were bad before; `as_known`: as they were then."""
         known = self._judge._bad_parameters  # noqa: SLF001
         return [
             (
                 self._table.nodes[row].site,
-                self._stats(row) if self._was_scanned(row) else known[row],
+                known[row]
+                if row in known and (as_known or not self._was_scanned(row))
+                else self._stats(row),
             )
             for row in rows
             if row in known or self._was_scanned(row)

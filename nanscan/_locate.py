@@ -49,7 +49,6 @@ _logger = logging.getLogger("nanscan")
 _MAX_EVENTS = 20_000  # of one step, before it is settled in parts
 _MAX_FORWARD = 100_000  # ops whose backward may still come
 _UNLIKELY = 2  # suspicions to refute
-_A_NODE = "an autograd node returned it"
 _SIMPLE = (int, float, bool, str, type(None))
 
 _HOW: dict[Kind, str] = {
@@ -69,6 +68,8 @@ class Locating:
 
     Attributes:
         location: what was found so far; None: nothing yet.
+        absorbed: the first op that made non-finite values of which nothing is left: other ops took
+            all of them, and returned finite values. No fault, but perhaps of interest.
     """
 
     def __init__(
@@ -78,13 +79,14 @@ class Locating:
         step: int = 0,
     ) -> None:
         self.location: Location | None = None
+        self.absorbed: Location | None = None
         self._registry = registry or Registry(None, lambda _name, _module: True)
         self._on_located = on_located
-        self._trace = OpTrace(self._ran, self._node_returned)
+        self._trace = OpTrace(self._ran)
         self._trace.step = step
         self._blame = Blame()
         self._events: list[Event] = []  # of this step
-        # For scans on a device: ops, what nodes returned, and what counts.
+        # For scans on a device: ops, and what counts.
         self._waiting: deque[Event | tuple[list[Value | None], str]] = deque()
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # by id, that may get gradients
         self._types: dict[ModulePlace, str] = {}
@@ -136,8 +138,11 @@ class Locating:
         for mode in reversed(above):
             _push_mode(mode)
 
-    def settle(self) -> None:
-        """Judges all that ran so far, as the end of a step.
+    def settle(self, *, is_end: bool = True) -> None:
+        """Judges all that ran so far.
+
+        Args:
+            is_end: a step is over.
 
         Synchronization: waits for the scans.
         """
@@ -145,8 +150,6 @@ class Locating:
             item = self._waiting.popleft()
             if isinstance(item, Event):
                 self._judge(item, None)
-            elif item[1] == _A_NODE:
-                self._blame.returned(item[0])
             else:
                 self._blame.reached(*item)
         for reference in self._leaves.values():
@@ -154,13 +157,20 @@ class Locating:
             if leaf is not None and leaf.grad is not None:
                 name = self._name_of(leaf) or "a leaf"
                 self._blame.reached([self._trace.value(leaf.grad)], f"the gradient of {name}")
+        if is_end:
+            self._blame.end_step()
+            absorbed = self._blame.first_absorbed
+            if absorbed is not None and self.absorbed is None:
+                self.absorbed = self._build(absorbed)
+                self.absorbed.verdict = "absorbed"
+                self.absorbed.how = "made here; ops that took them returned finite values"
         first = self._blame.first
         if first is not None and self.location is None:
             self.location = self._build(first)
             self._trace.is_idle = True
             if self._on_located is not None:
                 self._on_located(self.location)
-        self._blame.settle(self._events)
+        self._blame.forget(self._events, is_end=is_end)
         self._events.clear()
         self._trace.settle(_MAX_FORWARD)
         self._leaves = {k: ref for k, ref in self._leaves.items() if ref() is not None}
@@ -180,21 +190,15 @@ class Locating:
 
     def _ran(self, event: Event, operands: list[torch.Tensor]) -> None:
         self._events.append(event)
-        for (_, value), tensor in zip(event.operands, operands, strict=True):
-            if value.maker is None and tensor.requires_grad and tensor.is_leaf:
+        for tensor in operands:
+            if tensor.requires_grad and tensor.is_leaf:
                 self._leaves.setdefault(id(tensor), weakref.ref(tensor))
         if self._waiting or any(isinstance(v.row, _C.PendingScan) for v in event.results):
             self._waiting.append(event)
         else:
             self._judge(event, operands)
         if len(self._events) >= _MAX_EVENTS:
-            self.settle()
-
-    def _node_returned(self, outputs: list[Value | None]) -> None:
-        if self._waiting:
-            self._waiting.append((outputs, _A_NODE))
-        else:
-            self._blame.returned(outputs)
+            self.settle(is_end=False)
 
     def _judge(self, event: Event, operands: list[torch.Tensor] | None) -> None:
         self._blame.judge(event, operands)
@@ -206,7 +210,7 @@ class Locating:
 
     def _reached(self, x: Any, what: str) -> None:
         tensors = [t for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor)]
-        goal = [self._trace.value(t) for t in tensors], what
+        goal: tuple[list[Value | None], str] = ([self._trace.read(t) for t in tensors], what)
         if self._waiting:
             self._waiting.append(goal)
         else:
@@ -244,6 +248,9 @@ class Locating:
         self._trace.thread.optimizer = None
         self._is_after_backward = False
         self._stepped = weakref.ref(optimizer)
+        if self._waiting or self._blame.has_suspects:
+            for state in optimizer.state.values():
+                self._reached(state, "the optimizer's state")
         self.settle()
         self._trace.step += 1
 
@@ -425,9 +432,11 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Location | None
     steps; also inside of checkpoints, under autocast, in custom autograd Functions, and with ops in
     place. What torch.compile compiled runs eagerly meanwhile.
 
-    -Inf alone is taken for a mask until it turns into NaN, or reaches a loss, a gradient, a
-    parameter or what is returned. So are values out of memory that was never written to, and values
-    that were bad before anything ran: those are named as such ("propagated").
+    What other ops absorb is no fault: NaN that torch.where or nan_to_num replaces, and that no
+    backward brings back; `locating` has the first of these as `absorbed`. -Inf alone is taken for a
+    mask until it turns into NaN, or reaches a loss, a gradient, a parameter or what is returned. So
+    are values out of memory that was never written to, and values that were bad before anything
+    ran: those are named as such ("propagated").
 
     Args:
         fn: code to run, such as one training step.

@@ -77,7 +77,8 @@ class Location:
     Attributes:
         at: the op.
         verdict: "origin": it made them; "propagated": nothing did: what it read, from outside of
-            what was watched (a batch, a parameter), was bad already.
+            what was watched (a batch, a parameter), was bad already; "absorbed": it made them, and
+            other ops took all of them and returned finite values.
         how: the verdict in words.
         direction: "forward", "backward" or "optimizer".
         node: of backward: the autograd node that ran it, such as "AddBackward0".
@@ -95,7 +96,7 @@ class Location:
     """
 
     at: Op
-    verdict: Literal["origin", "propagated"]
+    verdict: Literal["origin", "propagated", "absorbed"]
     how: str
     direction: Direction
     node: str = ""

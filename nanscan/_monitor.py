@@ -60,8 +60,9 @@ class Monitor:
 
     Made by `enable` and `watch`. A step ends at `optimizer.step()` while an optimizer is stepping,
     at the end of the outermost forward while none is, and only at `Monitor.step()` once that was
-    called. An outermost forward without gradients in a training run (validation) is judged when it
-    ends and counts to the step it runs in.
+    called. Where a backward ran though no optimizer holds the parameters, other code updates them:
+    a step then ends before the next outermost forward. An outermost forward without gradients in a
+    training run (validation) is judged when it ends and counts to the step it runs in.
     """
 
     def __init__(  # noqa: PLR0913 - the options of `enable`
@@ -90,7 +91,10 @@ class Monitor:
             self._table,
             kinds,
             on_sweep=self._parameters_swept,
+            on_spoiled=self._parameters_spoiled,
+            on_start=self._call_starts,
             on_forward=self._forward_ended,
+            on_backward=self._backward_seen,
             on_step=self._optimizer_stepped,
             on_call=None if save is None else self._call_begins,
             on_gradients=self._gradients_scanned,
@@ -116,6 +120,12 @@ class Monitor:
         self._ended: set[ModulePlace] = set()
         self._manual = False
         self._waits_for_optimizer: bool | None = None  # None: not known yet
+        # No optimizer steps what a backward was seen to make gradients of: other code does, between
+        # the end of a backward and the next forward, and so the step lasts until that.
+        self._by_hand = False
+        self._is_update_due = False
+        self._forward_ended_step = -1  # by number
+        self._continues = False  # this step's forward was judged as a step by itself
         self._announced = False
         self._model = None if model is None else weakref.ref(model)
         self._hooks.attach()
@@ -193,6 +203,9 @@ class Monitor:
         Synchronization: none.
         """
         self._manual = True
+        if self._is_update_due:
+            self._is_update_due = False
+            self._hooks.scan_parameters()
         self._end_step(None)
 
     def poll(self) -> list[Finding]:
@@ -225,6 +238,7 @@ class Monitor:
         """
         with self._lock:
             before = self._found
+            self._call_starts()  # as far as a training by hand is concerned
             self._look()
             self._judge_arrived(wait=True)
             return self._latest(self._found - before)
@@ -283,8 +297,13 @@ class Monitor:
             self._pending.append(Sweep(self._step, scans, self._calls()))
             self._judge_arrived()
 
+    def _parameters_spoiled(self, scans: Scans, how: str) -> None:
+        with self._lock:  # what these made bad is judged after them
+            self._pending.append(Sweep(self._step, scans, self._calls(), how))
+
     def _optimizer_stepped(self, optimizer: Optimizer, outcome: Outcome) -> None:
         self._waits_for_optimizer = True
+        self._by_hand = self._is_update_due = False
         if self._saver is not None and outcome.skipped is not True:
             self._saver.steps += 1
         if not self._manual:
@@ -292,6 +311,7 @@ class Monitor:
 
     def _call_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._saver is not None:
+            self._call_starts()
             with self._lock:
                 if self._saver.knows(module) and self._may_be_bad():
                     self._look_ahead()
@@ -321,10 +341,14 @@ class Monitor:
             self._table.core.note_captures()  # a graph that holds no more than this forward
         if self._manual or torch._C._current_autograd_node() is not None:  # noqa: SLF001
             return  # the latter: a checkpointed forward runs again inside backward
-        if self._waits_for_optimizer is None and torch.is_grad_enabled():
-            self._waits_for_optimizer = _any_optimizer(self._registry)
-        if not self._waits_for_optimizer:
+        waits = self._by_hand or (torch.is_grad_enabled() and self._expects_optimizer())
+        if not (waits or self._waits_for_optimizer):
+            self._forward_ended_step = self._step + 1 if torch.is_grad_enabled() else -1
             self._end_step(None)
+        elif self._by_hand and torch.is_grad_enabled():
+            if self._has_bad_rows():
+                self._look()
+            self._ended.add(place)
         elif torch.is_grad_enabled():
             # Its last call led to no optimizer step: accumulation, or a GradScaler skipped it.
             if place in self._ended and (self._held or self._may_be_bad()):
@@ -333,9 +357,41 @@ class Monitor:
         else:  # validation, which starts afresh, or a teacher amid a step, which must not split it
             self._look(reset=not self._ended)
 
+    def _expects_optimizer(self) -> bool:
+        if self._waits_for_optimizer is None:
+            self._waits_for_optimizer = _any_optimizer(self._registry)
+        return self._waits_for_optimizer
+
+    def _backward_seen(self, ended: bool) -> None:
+        """A backward of our models begins or has ended. Is there an optimizer to wait for?"""
+        if self._expects_optimizer():
+            return
+        if not (self._by_hand or ended) and self._registry.is_trainable:
+            self._by_hand = True
+            if self._step == self._forward_ended_step and not self._table.visits:
+                self._step -= 1  # its forward was taken for the whole
+                self._continues = True
+        if self._by_hand and ended:
+            self._is_update_due = True
+            self._hooks.scan_gradients()
+            if self._has_bad_rows():
+                self._look()
+
+    def _call_starts(self) -> None:
+        """Before a forward, or when all is asked for: other code has made its update by now."""
+        if self._is_update_due:
+            self._is_update_due = False
+            self._hooks.scan_parameters()
+            if not self._manual:
+                self._end_step(None)
+
     def _may_be_bad(self) -> bool:
         """Whether a row went bad since the last judgement, as far as the host can know."""
-        return self._table.on_device or self._table.last_ticket != self._judged_ticket
+        return self._table.on_device or self._has_bad_rows()
+
+    def _has_bad_rows(self) -> bool:
+        """Whether a row on the host did."""
+        return self._table.last_ticket != self._judged_ticket
 
     def _end_step(self, optimizer: Optimizer | None, outcome: Outcome | None = None) -> None:
         with self._lock:
@@ -344,12 +400,14 @@ class Monitor:
                 if snapshot is None:  # a CUDA graph is being recorded: its replays are the steps
                     return
                 snapshot.outcome = outcome
+                snapshot.continues = self._continues
                 snapshot.turn = self._hooks.turn
                 snapshot.calls = self._calls()
                 if optimizer is not None and snapshot.arrival is not None:
                     snapshot.facts = self._hooks.facts_of_suspects(optimizer)
                 self._pending.append(snapshot)
             self._step += 1
+            self._continues = False
             if self._saver is not None:
                 self._saver.forget()
             self._next_turn()
@@ -372,6 +430,7 @@ class Monitor:
                 if snapshot is not None:
                     snapshot.turn = self._hooks.turn
                     snapshot.calls = self._calls()
+                    snapshot.continues = self._continues
                     self._pending.append(snapshot)
             if reset and self._saver is not None:
                 self._saver.forget()
@@ -576,7 +635,11 @@ def enable(  # noqa: PLR0913 - options by name
             "output", the "loss" that a backward starts from, each `probe`, parameter "grad" before
             an optimizer step, "param" and "buffer" (where it changed) after it; and, not by
             default, "grad_output", the gradient that reaches each output, and "state", the
-            optimizer's moments.
+            optimizer's moments. On the CPU a parameter that other code made bad between two steps
+            is named as well; on other devices what the next forward makes of it is the origin.
+            Where no optimizer holds the parameters, gradients are scanned after each backward, and
+            parameters before the next forward: but not what `torch.autograd.grad` returns, which
+            nobody sees but the caller.
         action: what to do on the first bad step of an episode: "warn", "raise" a NonFiniteError
             from the call that ends the step, "log" to the logger "nanscan", or a callable that
             gets the Finding. Values near the limit never raise: they are logged, or given to the

@@ -150,8 +150,9 @@ class Value:
         base: what it is a view of.
         via: what a view of it held last that was not finite, when it was written through that.
         number: of the op at which this was noted.
-        is_apart: it may be the `data` of a tensor, or a view of that: a write of it counts no
-            version of that tensor.
+        is_apart: it is, or is a view of, what may be the `data` of a tensor: a write of it counts
+            no version of that tensor.
+        is_consumed: an op took it, and returned floating-point values.
         is_rewritten: it was written through another view, or by code that is not seen.
     """
 
@@ -160,6 +161,7 @@ class Value:
         "base",
         "dtype",
         "is_apart",
+        "is_consumed",
         "is_rewritten",
         "maker",
         "moments",
@@ -187,6 +189,7 @@ class Value:
         self.number = number
         self.is_apart = False
         self.is_rewritten = False
+        self.is_consumed = False
         self.dtype, self.shape = tensor.dtype, _shape(tensor)
 
     @property
@@ -224,14 +227,12 @@ class Event:
         recomputed: it repeats a forward, for a checkpoint.
         in_optimizer: an optimizer ran it.
         outputs: gradients that the node returned; None: it does not run in one, or after it.
-        is_inner: it is torch's own work in a node: what does not leave the node is no fault.
     """
 
     __slots__ = (
         "code",
         "in_optimizer",
         "info",
-        "is_inner",
         "line",
         "node",
         "number",
@@ -260,7 +261,6 @@ class Event:
         self.recomputed = False
         self.in_optimizer = False
         self.outputs: list[Value | None] | None = None
-        self.is_inner = False
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -309,14 +309,9 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         on_event: called after each op, with the event and the tensors of its operands. These are
             as they are after the op.
-        on_node: called with what an autograd node returned, where it ran ops.
     """
 
-    def __init__(
-        self,
-        on_event: Callable[[Event, list[torch.Tensor]], None],
-        on_node: Callable[[list[Value | None]], None],
-    ) -> None:
+    def __init__(self, on_event: Callable[[Event, list[torch.Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_idle = False
         self.step = 0
@@ -328,7 +323,6 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # number of the latest op that did.
         self._written: dict[int, int] = {}
         self._on_event = on_event
-        self._on_node = on_node
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -386,7 +380,10 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value.raw, value.base, value.is_apart = old.raw, old.base, old.is_apart
             if old.is_unread and value.versions[0] in old.versions:
                 value.maker = old.maker
+            elif value.versions[0] < 0:  # an inference tensor, most likely as it was
+                value.maker, value.via, value.base = old.maker, old.via or old, old.base or old
             else:
+                old.is_consumed = True  # there is nothing left of it
                 value.is_rewritten = True
                 value.via = (old.base or old).via
         return value
@@ -500,9 +497,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is not None and not event.recomputed:
             event.node = node.name(), node._sequence_nr()  # noqa: SLF001 - no public spelling
             event.outputs = self._outputs_of(node, event)
-            event.is_inner = frame is None and event.outputs is not None
             if frame is None and event.node[0] == _LEAF:  # it has no forward line, and no outputs
-                frame, event.is_inner = user_frame(here), False
+                frame = user_frame(here)
         else:
             thread.done = None
         if event.node is None or torch.is_grad_enabled():
@@ -524,7 +520,6 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
                 thread.node, thread.done = None, name
                 outputs.extend(None if g is None else self._gradient(g) for g in gradients)
-                self._on_node(outputs)
 
             handle = node.register_hook(done)
             thread.node, thread.outputs, thread.done = node, outputs, None

@@ -1,4 +1,4 @@
-"""What torch has no hook for: the start of a backward, steps of a GradScaler, clipping.
+"""What torch has no hook for: start and end of a backward, steps of a GradScaler, clipping.
 
 Three functions of torch are wrapped while a monitor is open, and are what they were when the last
 one is closed.
@@ -20,6 +20,9 @@ class Listener(Protocol):
 
     def backward_begins(self, tensors: Any) -> None:
         """The tensors that a backward starts from."""
+
+    def backward_ended(self) -> None:
+        """It is done, and raised nothing."""
 
     def clipping_begins(self, parameters: list[torch.Tensor]) -> None:
         """Gradients are about to be scaled by their norm: one NaN then makes all of them NaN."""
@@ -83,10 +86,13 @@ def forget(listener: Listener) -> None:
 def _wrap_backward(original: Callable[..., Any], wrapper: _Wrapper) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            for listener in wrapper.listeners():
-                listener.backward_begins(tensors)
-        return original(tensors, *args, **kwargs)
+        listeners = () if torch.compiler.is_dynamo_compiling() else wrapper.listeners()
+        for listener in listeners:
+            listener.backward_begins(tensors)
+        result = original(tensors, *args, **kwargs)
+        for listener in listeners:
+            listener.backward_ended()
+        return result
 
     return backward
 

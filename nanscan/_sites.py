@@ -357,6 +357,18 @@ class Registry:
             return None
         return place
 
+    def live_parameters(self) -> Iterator[tuple[torch.Tensor, ParameterPlace]]:
+        """Every watched parameter that a known module has now, once each."""
+        for reference, key, place in list(self._parameters.values()):
+            parameter = getattr(reference(), key, None)
+            if place.watched and isinstance(parameter, torch.Tensor):
+                yield parameter, place
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether backward has gradients to make."""
+        return any(parameter.requires_grad for parameter, _ in self.live_parameters())
+
     @property
     def parameters_known(self) -> int:
         """How many parameters that modules still have were named."""

@@ -66,6 +66,8 @@ class Snapshot:
         describe: dtype and shape of what was scanned into a row; None for none.
         arrival: rows that are still on their way.
         untrained: they are parameters, scanned before their model first ran.
+        spoiled: they are parameters that went bad before this step and in no optimizer's: what is
+            known of that, in words.
         keep: it is to become part of the history once it is complete.
         outcome: of the optimizer step that ended it, if one did.
         skips: steps of that optimizer that a GradScaler skipped, this one and those before without
@@ -73,6 +75,7 @@ class Snapshot:
         scale: the GradScaler's then.
         first_scale: what it was in the first of those steps.
         turn: what was scanned.
+        continues: it is what came after the last whole one, in the same step.
         facts: what explains parameters that went bad in the step, by their places.
         calls: what is kept of the calls of outermost modules in the step.
     """
@@ -85,12 +88,14 @@ class Snapshot:
     describe: Describe
     arrival: _C.Arrival | None = None
     untrained: bool = False
+    spoiled: str = ""
     keep: bool = False
     outcome: Outcome | None = None
     skips: int = 0
     scale: float = math.nan
     first_scale: float = math.nan
     turn: Turn = FULL
+    continues: bool = False
     facts: dict[ParameterPlace, OptimizerFacts] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
 
@@ -111,17 +116,19 @@ class Snapshot:
 
 @dataclass
 class Sweep:
-    """Parameters scanned before their model first ran, outside of the table's rows.
+    """Parameters scanned outside of the table's rows, in most cases before their model first ran.
 
     Attributes:
-        step: the number of the step that comes.
+        step: the number of the step that comes, or is under way.
         scans: of each parameter.
         calls: as those of a Snapshot.
+        spoiled: likewise; "": their model has not run.
     """
 
     step: int
     scans: Scans
     calls: tuple[Any, ...] = ()
+    spoiled: str = ""
 
     def ready(self) -> bool:
         """Whether all are done. Never blocks."""
@@ -174,6 +181,10 @@ class Table:
     def order(self, row: int) -> int:
         """Position of a row among the first visits since the last snapshot; 0: not visited."""
         return self.core.order(row)
+
+    def latest_order(self, row: int) -> int:
+        """The same; where it was not visited, that of the last step in which it was."""
+        return self.core.order(row) or self.core.latest_order(row)
 
     def add(self, node: Node) -> int:
         """Gives a node its row."""
@@ -239,15 +250,18 @@ class Table:
             record = scan.wait() if isinstance(scan, _C.PendingScan) else scan
             if not isinstance(record, bytes):
                 record = record.tobytes()
-            if self._is_notable(record, described[0]):
+            is_notable = self._is_notable(record, described[0])
+            if is_notable:
                 notable.append(node.row)
+            if is_notable or sweep.spoiled:  # these may as well be fine again
                 descriptions[node.row] = described
                 rows[node.row] = np.frombuffer(record, ROW)[0]
                 order[node.row] = position
                 if rows[node.row]["ticket"]:
                     rows[node.row]["ticket"] = position
         describe = descriptions.get
-        swept = Snapshot(sweep.step, rows, order, notable, False, describe, untrained=True)
+        swept = Snapshot(sweep.step, rows, order, notable, False, describe)
+        swept.untrained, swept.spoiled = not sweep.spoiled, sweep.spoiled
         swept.calls = sweep.calls
         return swept
 

@@ -80,3 +80,51 @@ def test_exploding_gradients_are_not_refuted_by_few_or_rising_ones():
     assert "exploding" in str(run([1.0, 1.0, 1.0, 1.0, 1.0, NAN]).unlikely)
     assert "exploding" not in str(run([1.0, 1.0, 1.0, 1.0, 9.0, NAN]).unlikely)
     assert "exploding" not in str(run([1.0, 1.0, 1.0, NAN, 1.0, 1.0]).unlikely)
+    assert "exploding" not in str(run([0.0, 0.0, 0.0, 0.0, 0.0, NAN]).unlikely)
+
+
+def test_an_infinite_gradient_is_not_refuted_by_calm_ones_before():
+    model = Net()
+    optimizer = sgd(model, 1e-9)
+
+    def run():
+        train(model, optimizer, [batch()] * 6)
+        model.fc2.bias.register_hook(lambda gradient: gradient / 0)
+        train(model, optimizer, [batch()])
+
+    finding = first_fault(diagnosed(model, run))
+    assert finding.site.kind == "grad"
+    assert "exploding" not in str(finding.unlikely)
+
+
+def test_without_float_inputs_nothing_is_said_of_the_batch():
+    model = nn.Sequential(nn.Embedding(3, 4), Do(lambda x: (x - 100).sqrt()))
+    finding = first_fault(diagnosed(model, lambda: model(torch.arange(3))))
+    assert finding.verdict == "origin"
+    assert "batch" not in str(finding.unlikely)
+
+
+def test_without_a_look_at_the_forward_overflow_is_not_refuted():
+    model = Net()
+    model.fc1.bias.register_hook(lambda gradient: gradient * NAN)
+    monitor = diagnosed(model, lambda: train(model, sgd(model), [batch()]), kinds="grad")
+    assert first_fault(monitor).unlikely == []
+
+
+def test_a_second_origin_does_not_follow_finite_values_only():
+    """Two branches of one input; the second finding does not speak of the first one's values."""
+
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Do(torch.sqrt), Do(torch.log)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    model = Fork()
+    first, second = diagnosed(model, lambda: infer(model, -batch().abs())).findings[:2]
+    assert [str(first.site), str(second.site)] == ["a output", "b output"]
+    assert second.verdict == "origin"
+    assert "overflow" in str(first.unlikely)
+    assert "overflow" not in str(second.unlikely)

@@ -25,6 +25,9 @@ def test_bad_input_batch_and_a_value_that_only_the_model_can_have_made():
     finding = inferred(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), x)
     assert titles(finding) == ["the batch was bad before the model saw it"]
     assert finding.unlikely == []
+    x = torch.tensor([INF, 60000.0]).half()  # whatever made it, the model did not
+    finding = inferred(Do(lambda x: x * 1), x)
+    assert titles(finding) == ["the batch was bad before the model saw it"]
 
     class Divides(nn.Sequential):
         def forward(self, x):
@@ -48,13 +51,19 @@ def test_overflow_and_an_inf_that_no_large_value_stands_beside(by, overflows):
 
 
 def test_an_overflow_of_everything_rests_on_the_steps_before():
-    rising = [torch.full((3,), top).half() for top in (0.1, 1.0, 4.0)]
+    rising = [torch.full((3,), top).half() for top in (0.1, 0.4, 1.0, 1.5, 4.0)]
     finding = inferred(Do(lambda x: x * 20000), *rising)
     assert titles(finding) == [OVERFLOW]
     assert finding.causes[0].evidence == (
-        "3 Inf beside no finite value, and before that up to 20,000 (31% of the largest float16); "
-        "absmax before went from 2,000 to 20,000 in 2 steps"
+        "3 Inf beside no finite value, and before that up to 30,000 (46% of the largest float16); "
+        "absmax before went from 2,000 to 30,000 in 4 steps"
     )
+
+
+def test_nan_beside_large_values_is_no_overflow():
+    finding = inferred(Do(lambda x: x.sqrt() * 240), torch.tensor([-1.0, 6.5e4]).half())
+    assert finding.stats.absmax > 60000
+    assert OVERFLOW not in titles(finding)
 
 
 @pytest.mark.parametrize("tops", [[1e3, 5e3, 25e3], [25e3, 25e3, 25e3], [25e3]])
@@ -105,13 +114,17 @@ def test_branches_that_fit_are_not_added_here():
     assert BRANCHES not in titles(finding)
 
 
-def test_a_single_layer_adds_no_branches():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
-    for layer in model:
-        nn.init.constant_(layer.weight, 1.0)
-        nn.init.zeros_(layer.bias)
-    finding = inferred(model, torch.tensor([[19000.0, 19000.0]]).half())
-    assert str(finding.site) == "1 output"
+def test_branches_that_do_not_fit_but_became_nan_were_not_added():
+    finding = inferred(Residual(2.0, lambda a, b: a * 0 * NAN), torch.tensor([1.0, 2300.0]).half())
+    assert (str(finding.site), finding.stats.inf_count) == ("after input[0]", 0)
+    assert BRANCHES not in titles(finding)
+
+
+def test_a_layer_of_torch_adds_no_branches():
+    model = nn.Bilinear(1, 1, 1).half()
+    x = torch.tensor([[40000.0]]).half()
+    finding = first_fault(diagnosed(model, lambda: model(x, x.clone())))
+    assert (str(finding.site), finding.stats.inf_count) == ("Bilinear output", 1)
     assert BRANCHES not in titles(finding)
 
 

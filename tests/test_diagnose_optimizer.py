@@ -56,7 +56,8 @@ def test_an_update_that_does_not_fit_is_not_adams_eps():
     assert "Adam" not in str(finding.causes)
 
 
-def test_an_update_that_fits_is_not_blamed():
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+def test_an_update_that_fits_is_not_blamed(scale):
     """The same rate; what makes the parameter bad is another thing."""
 
     class SGD(torch.optim.Optimizer):
@@ -67,10 +68,13 @@ def test_an_update_that_fits_is_not_blamed():
     model = nn.Linear(4, 3)
     optimizer = SGD(model.parameters(), {"lr": 60000.0})
     finding = first_fault(
-        diagnosed(model, lambda: train(model, optimizer, [torch.ones(2, 4)], torch.sum))
+        diagnosed(model, lambda: train(model, optimizer, [torch.ones(2, 4) * scale], torch.sum))
     )
     assert (finding.site.kind, finding.verdict) == ("param", "origin")
     assert titles(finding) == []
+    if scale > 1:  # its square would not fit
+        assert "exploding" not in str(finding.unlikely)
+        return
     assert "no likely cause found" in str(finding)
     assert finding.unlikely == [
         "exploding gradients: the gradient is finite, absmax 2",

@@ -450,6 +450,9 @@ def test_clipping():
         (x * 1e30).sum().backward()
         torch.nn.utils.clip_grad_norm_([x], 1.0)  # here
 
-    location = nanscan.locate(function)
-    assert where(location)[:2] == ("aten._foreach_norm.Scalar", marked(function))
-    assert location.operands[0].stats.is_finite
+    with nanscan.locating() as search:
+        function()
+    assert search.location is None  # the gradient is 0 then, which is finite
+    assert where(search.absorbed)[:2] == ("aten._foreach_norm.Scalar", marked(function))
+    assert search.absorbed.verdict == "absorbed"
+    assert search.absorbed.operands[0].stats.is_finite
