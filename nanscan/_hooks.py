@@ -58,7 +58,7 @@ _NOTHING = (type(None), bool, int, float, str, bytes, complex)
 _is_tracing = torch.compiler.is_dynamo_compiling
 
 
-class Hooks:
+class Hooks(_patches.Listener):
     """Observes one model, or every module of the process.
 
     Args:

@@ -63,7 +63,7 @@ _HOW: dict[Kind, str] = {
 _entered: weakref.WeakSet[Locating] = weakref.WeakSet()
 
 
-class Locating:
+class Locating(_patches.Listener):
     """A search, op by op, made by `locating`.
 
     Attributes:
@@ -258,15 +258,6 @@ class Locating:
         """The loss counts."""
         self._reached(tensors, "the loss")
         self._is_after_backward = True
-
-    def clipping_begins(self, parameters: list[torch.Tensor]) -> None:
-        """Is seen op by op."""
-
-    def scaled_step_begins(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Is seen op by op."""
-
-    def scaled_step_ended(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """A step that the scaler skipped is a step."""
 
     # -- what was found --------------------------------------------------------------------------
 

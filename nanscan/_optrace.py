@@ -150,8 +150,8 @@ class Value:
         base: what it is a view of.
         via: what a view of it held last that was not finite, when it was written through that.
         number: of the op at which this was noted.
-        is_apart: it is, or is a view of, what may be the `data` of a tensor: a write of it counts
-            no version of that tensor.
+        is_apart: it may be the `data` of a tensor, or a view of that: a write of it counts no
+            version of that tensor.
         is_consumed: an op took it, and returned floating-point values.
         is_rewritten: it was written through another view, or by code that is not seen.
     """

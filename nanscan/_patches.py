@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 
-class Listener(Protocol):
-    """Who wants to know."""
+class Listener:
+    """Who wants to know; what it does not care for, it leaves as it is here."""
 
     def backward_begins(self, tensors: Any) -> None:
         """The tensors that a backward starts from."""
