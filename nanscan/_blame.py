@@ -168,8 +168,8 @@ class Blame:
                 value.taint = self._of_unknown(value, event)
         nan, posinf = (any(counts) for counts in list(zip(*map(_counts, bad), strict=True))[:2])
         if not handed:
-            if not nan and any(_is_infinite(x) for x in event.settings.values()):
-                return self._add("mask", event)
+            if any(_is_infinite(x) for x in event.settings.values()):  # somebody wrote it down
+                return self._add("minus" if nan else "mask", event)
             is_fault = nan or (posinf and not event.settings.get("zero_infinity"))
             return self._add("made" if is_fault else "minus", event)
         taint = _gravest(handed)
