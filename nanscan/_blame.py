@@ -86,19 +86,22 @@ class Blame:
         faults = [taint for taint in self._taints if taint.blamed]
         return min(faults, key=lambda taint: taint.event.number, default=None)
 
-    def judge(self, event: Event, operands: list[torch.Tensor] | None = None) -> None:
+    def judge(self, event: Event, operands: list[torch.Tensor] | None = None) -> list[Value]:
         """Says why results are bad, where they are.
 
         Args:
             event: the op. Waits for its scans.
             operands: tensors of its operands, if they are still what they were, those aside that
                 the op wrote to. Where it made something bad they are scanned with moments.
+
+        Returns:
+            The results that are bad.
         """
         bad = [value for value in event.results if value.is_bad]
         if self._taints and not event.info.is_view:
             _consume(event)
         if not bad:
-            return
+            return bad
         taint = self._why(event, bad)
         for value in bad:
             value.taint = taint
@@ -109,6 +112,7 @@ class Blame:
         is_news = taint.event is event or taint.consequence is event
         if operands is not None and is_news and taint.kind != "mask":
             _take_moments(event, operands)
+        return bad
 
     def reached(self, values: Iterable[Value | None], what: str) -> None:
         """What counts holds these values: a fault, where they are bad, and no mask."""

@@ -40,6 +40,7 @@ from nanscan._diagnose_optimizer import (
 )
 from nanscan._facts import Facts, name_of, number
 from nanscan._judge import Cause, Judged
+from nanscan._rules import ask
 
 Rule = Callable[[Judged, Facts], Cause | None]
 Suspicion = Callable[[Judged, Facts], str | None]
@@ -80,7 +81,7 @@ def causes(judged: Judged, facts: Facts) -> list[Cause]:
     if judged.finding.verdict not in explains and not judged.from_outside:
         return []
     rules = _RULES[:1] if judged.untrained else _RULES  # nothing else has happened yet
-    found = [rule(judged, facts) for rule in rules]
+    found = [ask(rule, judged, facts) for rule in rules]
     return [cause for cause in found if cause is not None][:_MAX_CAUSES]
 
 
@@ -89,7 +90,7 @@ def unlikely(judged: Judged, facts: Facts) -> list[str]:
     if judged.finding.verdict not in ("origin", "persistent-overflow") or judged.untrained:
         return []
     suspicions = _SUSPICIONS.get(judged.finding.site.kind, (_not_the_batch,))
-    found = [suspicion(judged, facts) for suspicion in suspicions]
+    found = [ask(suspicion, judged, facts) for suspicion in suspicions]
     return [text for text in found if text is not None][:_MAX_UNLIKELY]
 
 

@@ -56,6 +56,7 @@ from nanscan._op_facts import (
     plural,
     share,
 )
+from nanscan._rules import ask
 
 Rule = Callable[[Location], Cause | None]
 
@@ -67,7 +68,7 @@ _NARROW = 2  # bytes: overflow is a common suspicion of 16-bit types and narrowe
 def causes(location: Location) -> list[Cause]:
     """Likely causes of a location, best first."""
     groups = _RULES if location.verdict == "origin" else ((_bad_from_outside,),)
-    found = ((rule(location) for rule in group) for group in groups)
+    found = ((ask(rule, location) for rule in group) for group in groups)
     firsts = (next((cause for cause in group if cause is not None), None) for group in found)
     return [cause for cause in firsts if cause is not None]
 
@@ -76,7 +77,7 @@ def refuted(location: Location) -> list[str]:
     """Common suspicions that the numbers speak against, with these numbers."""
     if location.verdict != "origin":
         return []
-    found = [check(location) for check in _REFUTATIONS]
+    found = [ask(check, location) for check in _REFUTATIONS]
     return [line for line in found if line]
 
 

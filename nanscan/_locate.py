@@ -201,12 +201,10 @@ class Locating(_patches.Listener):
             self.settle(is_end=False)
 
     def _judge(self, event: Event, operands: list[torch.Tensor] | None) -> None:
-        self._blame.judge(event, operands)
-        for value in event.results:
-            if value.is_bad:
-                tensor = value.ref()
-                if tensor is not None and tensor.is_leaf and tensor.requires_grad:
-                    self._blame.reached([value], self._name_of(tensor) or "a parameter")
+        for value in self._blame.judge(event, operands):
+            tensor = value.ref()
+            if tensor is not None and tensor.is_leaf and tensor.requires_grad:
+                self._blame.reached([value], self._name_of(tensor) or "a parameter")
 
     def _reached(self, x: Any, what: str) -> None:
         tensors = [t for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor)]

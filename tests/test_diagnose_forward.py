@@ -135,6 +135,10 @@ def test_inputs_far_from_unit_scale(scale, far):
     assert not far or finding.causes[0].evidence == "Do input[0] reaches 255"
 
 
+def test_calm_training_in_float32_takes_any_scale():
+    assert titles(inferred(Do(lambda x: x / 0), torch.full((2, 4), 255.0))) == []
+
+
 def test_an_additive_mask_is_not_far_from_unit_scale():
     mask = torch.zeros(2, 4).half()
     mask[:, 1] = -30000.0
@@ -183,6 +187,13 @@ def test_a_norm_with_an_eps_that_overflows_has_no_zero_variance():
     assert "variance" not in str(finding.causes)
 
 
+def test_an_eps_of_0_in_what_is_no_norm():
+    class Divides(HandMadeNorm):
+        pass
+
+    assert titles(inferred(Divides(0.0), torch.full((2, 4), 0.5))) == []
+
+
 def standardise(x):
     return (x - x.mean(0)) / x.std(0)
 
@@ -202,6 +213,16 @@ def test_a_single_sample():
 def test_nan_of_a_batch_of_the_usual_size_is_no_single_sample(rows):
     finding = inferred(Do(torch.sqrt), batch(rows=rows).abs(), -batch(rows=rows).abs())
     assert finding.stats.nan_count == finding.stats.numel
+    assert titles(finding) == []
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_smaller_batch_and_a_part_of_one_are_no_single_sample(rows):
+    """Two samples that are all NaN, and one that is so in part."""
+    last = -batch(1, rows=rows).abs()
+    if rows == 1:
+        last[0, 0] = 1.0
+    finding = inferred(Do(torch.sqrt), batch().abs(), last)
     assert titles(finding) == []
 
 
@@ -255,6 +276,15 @@ def test_fully_masked_rows_in_code_of_no_module():
     assert str(finding.site) == "after input[0]"
     assert titles(finding) == ["NaN out of -Inf: a fully masked softmax row, or 0 * -Inf"]
     assert "Attends input[1] holds 25 -Inf" in finding.causes[0].evidence
+
+
+def test_nan_and_inf_beside_a_mask_are_no_masked_rows():
+    model = Do(lambda x, mask: torch.stack([x / 0, (x + mask) * 0]))
+    mask = torch.tensor([0.0, 0.0, 0.0, -INF])
+    finding = first_fault(diagnosed(model, lambda: model(batch().abs(), mask)))
+    assert finding.stats.posinf_count
+    assert finding.stats.nan_count
+    assert titles(finding) == []
 
 
 def test_nan_beside_a_mask_that_is_not_of_whole_rows():
