@@ -6,6 +6,7 @@ The addition is no module: it is named by the two convolutions that it lies betw
 import numpy as np
 import pytest
 import torch
+from located import marked
 from models import no_trace
 from sklearn.datasets import load_sample_images
 from sklearn.feature_extraction.image import extract_patches_2d
@@ -30,7 +31,7 @@ class Block(nn.Module):
         x_1 = self.conv1(F.pad(x, (1, 1, 1, 1)))
         x_2 = self.conv2(F.pad(F.relu(x_1), (1, 1, 1, 1)))
         x_3 = self.conv3(F.pad(F.relu(x_2), (1, 1, 1, 1)))
-        x_out = x_1 + x_3
+        x_out = x_1 + x_3  # the sum
         return F.relu(self.down(x_out))
 
 
@@ -54,13 +55,18 @@ def patches():
     return torch.tensor(np.concatenate(images)).permute(0, 3, 1, 2) / 255
 
 
-def _train(patches, scope, dtype=torch.float16, steps=500):
-    """Adam towards targets that were never scaled. What follows the sums is frozen."""
+def _model():
+    """What follows the sums is frozen."""
     torch.manual_seed(0)
     model = Encoder()
     for module in (model.head, *(block.down for block in model.blocks)):
         module.requires_grad_(requires_grad=False)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-4)
+    return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-4)
+
+
+def _train(patches, scope, dtype=torch.float16, steps=500):
+    """Adam towards targets that were never scaled."""
+    model, optimizer = _model()
     target = model if scope == "model" else None
     with no_trace(), nanscan.watch(target, action="log", history=steps) as monitor:
         for step in range(steps):
@@ -131,3 +137,42 @@ def test_bfloat16_goes_on(patches, scope, num_threads):
     num_threads(1)
     monitor = _train(patches, scope, torch.bfloat16, steps=20)
     assert monitor.findings == []
+
+
+def test_op_by_op(patches, num_threads):
+    num_threads(1)
+    model, optimizer = _model()
+
+    def step(x):
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        loss = F.l1_loss(out.float(), torch.full((8, 1), 1e6))
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    for number in range(500):
+        x = patches[number % 8 * 8 :][:8]
+        if not step(x).isfinite():
+            break
+        optimizer.step()
+    assert number > 100
+
+    location = nanscan.locate(step, x)
+    assert (location.op, location.verdict, location.direction) == (
+        "aten.add.Tensor",
+        "origin",
+        "forward",
+    )
+    assert (location.file, location.line) == (__file__, marked(Block, "the sum"))
+    assert (location.module, location.at.module_type) == ("blocks.3", "Block")
+    x_1, x_3 = location.operands
+    for branch in (x_1, x_3):
+        assert branch.what.startswith("aten.convolution.default, test_01")
+        assert (branch.stats.is_finite, branch.has_moments) == (True, True)
+        assert branch.dtype == torch.float16
+    assert x_1.stats.absmax + x_3.stats.absmax > torch.finfo(torch.float16).max
+    assert x_3.stats.std > 1.5 * x_1.stats.std  # one branch outgrew the other
+    assert location.at.results[0].stats.inf_count > 0
+    assert location.at.results[0].stats.nan_count == 0
+    assert location.causes[0].title == "add overflows float16"

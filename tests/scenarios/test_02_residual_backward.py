@@ -7,6 +7,7 @@ that backward reached first with a bad gradient.
 import numpy as np
 import pytest
 import torch
+from located import marked
 from models import no_trace
 from sklearn.datasets import load_sample_images
 from sklearn.feature_extraction.image import extract_patches_2d
@@ -31,7 +32,8 @@ class Block(nn.Module):
     def forward(self, x):
         x_1 = self.conv1(F.pad(x, (1, 1, 1, 1)))
         x_3 = self.conv3(F.pad(F.relu(x_1), (1, 1, 1, 1)))
-        return F.relu(self.down(x_1 + x_3))
+        x_out = x_1 + x_3  # the sum
+        return F.relu(self.down(x_out))  # the next convolution
 
 
 class Encoder(nn.Module):
@@ -125,3 +127,47 @@ def test_smaller_weights_are_clean(patches, scope, num_threads):
     monitor, bad = _train(patches, scope, KINDS, 8.0)
     assert bad == []
     assert monitor.findings == []
+
+
+def test_op_by_op(patches, num_threads):
+    num_threads(1)
+    torch.manual_seed(0)
+    model = Encoder(GAIN)
+    losses = []
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            out = model(patches)
+        losses.append(10 * (out.float() - 10).square().sum())
+        losses[0].backward()
+
+    location = nanscan.locate(step)
+    assert losses[0].isfinite()
+    assert (location.op, location.verdict, location.direction) == (
+        "aten.convolution_backward.default",
+        "origin",
+        "backward",
+    )
+    assert (location.node, location.output_index) == ("ConvolutionBackward0", 0)
+    assert (location.file, location.line) == (__file__, marked(Block, "the next convolution"))
+    assert location.module.startswith("blocks.")
+    assert location.module.endswith(".down")
+    assert location.forward.name == "aten.convolution.default"
+    assert all(operand.stats.is_finite for operand in location.operands)
+    gradient, _ = location.at.results
+    assert (gradient.dtype, gradient.stats.is_finite) == (torch.float16, False)
+    assert location.causes[0].title == (
+        "convolution_backward overflows float16 in the backward of ConvolutionBackward0"
+    )
+
+
+def test_op_by_op_smaller_weights_are_clean(patches):
+    torch.manual_seed(0)
+    model = Encoder(8.0)
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            out = model(patches)
+        (10 * (out.float() - 10).square().sum()).backward()
+
+    assert nanscan.locate(step) is None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from located import marked
 from models import infer, no_trace
 from torch import nn
 
@@ -16,11 +17,13 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x):
-        return self.norm(self.wo(torch.relu(self.wi(x))))
+        y = torch.relu(self.wi(x))
+        y = self.wo(y)  # outgrows float16
+        return self.norm(y)  # norm
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
-def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
+def _model_and_steps():
+    """Five inputs, each larger than the one before; with the last one `wo` overflows."""
     torch.manual_seed(0)
     model = Block()
     x = torch.randn(2, 16)
@@ -28,9 +31,14 @@ def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
         model.wo.weight *= 500
         top = model.wo(torch.relu(model.wi(x))).abs().max()
     model.half()
-    steps = [x * (scale / top) for scale in (1e3, 1e4, 4e4, 5e4, 3e5)]
+    return model, [(x * (scale / top)).half() for scale in (1e3, 1e4, 4e4, 5e4, 3e5)]
+
+
+@pytest.mark.parametrize("scope", ["model", "global"])
+def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
+    model, steps = _model_and_steps()
     with no_trace(), nanscan.watch(model if scope == "model" else None, action="log") as monitor:
-        infer(model, *[step.half() for step in steps])
+        infer(model, *steps)
 
     near = [f for f in monitor.findings if f.verdict == "near-limit"]
     assert [(f.step, str(f.site)) for f in near] == [(2, "wo output")]
@@ -53,3 +61,28 @@ def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
     assert first.unlikely[0].startswith("bad input batch: every input of the step is finite")
     assert [c.title for c in near[0].causes] == ["values grow towards the largest float16"]
     assert second.causes == []
+
+
+def test_op_by_op():
+    model, steps = _model_and_steps()
+    with no_trace():
+        assert [nanscan.locate(model, x) for x in steps[:-1]] == [None] * 4
+        location = nanscan.locate(model, steps[-1])
+    assert (location.op, location.verdict, location.direction) == (
+        "aten.mm.default",
+        "origin",
+        "forward",
+    )
+    assert (location.file, location.line) == (__file__, marked(Block, "outgrows float16"))
+    assert (location.module, location.at.module_type) == ("wo", "Linear")
+    assert [operand.stats.is_finite for operand in location.operands] == [True, True]
+    assert location.operands[1].what == "wo.weight"
+    made = location.at.results[0].stats
+    assert made.inf_count > 0
+    assert made.nan_count == 0
+    assert location.consequence.name == "aten.native_layer_norm.default"
+    assert (location.consequence.module, location.consequence.line) == (
+        "norm",
+        marked(Block, "norm"),
+    )
+    assert location.causes[0].title == "mm overflows float16"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from located import marked
 from models import no_trace, train
 from torch import nn
 
@@ -20,7 +21,7 @@ class Root(nn.Module):
         if self.safe:
             root = torch.where(x > 0, torch.where(x > 0, x, 1).sqrt(), 0)
         else:
-            root = torch.where(x > 0, x.sqrt(), 0)
+            root = torch.where(x > 0, x.sqrt(), 0)  # the trap
         return self.above(root)
 
 
@@ -53,3 +54,54 @@ def test_backward_makes_it(scope):
 def test_the_remedy_is_clean(scope):
     monitor, _ = _train(scope, safe=True)
     assert monitor.findings == []
+
+
+def _locate(*, safe, positive):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), Root(safe))
+    padded = torch.cat([torch.randn(8, 4), torch.zeros(1, 4)])
+    if positive:  # nothing is below zero, so that the forward is finite throughout
+        padded.abs_()
+        model[1].below.weight.data.abs_()
+
+    def step():
+        loss = model(padded).square().mean()
+        loss.backward()
+        assert loss.isfinite()
+
+    with no_trace():
+        return nanscan.locate(step)
+
+
+def test_op_by_op():
+    location = _locate(safe=False, positive=True)
+    assert (location.op, location.verdict, location.direction) == (
+        "aten.div.Tensor",
+        "origin",
+        "backward",
+    )
+    assert (location.node, location.output_index) == ("SqrtBackward0", 0)
+    assert (location.file, location.line) == (__file__, marked(Root, "the trap"))
+    assert (location.module, location.forward.name) == ("1", "aten.sqrt.default")
+    assert location.forward.operands[0].stats.min == 0
+    assert location.causes[0].title == (
+        "torch.where does not stop 0 * Inf = NaN in the backward of square root"
+    )
+
+
+def test_op_by_op_below_zero():
+    """The NaN of a square root that torch.where drops in the forward comes back in the backward."""
+    location = _locate(safe=False, positive=False)
+    assert (location.op, location.verdict, location.direction) == (
+        "aten.sqrt.default",
+        "origin",
+        "forward",
+    )
+    assert (location.file, location.line) == (__file__, marked(Root, "the trap"))
+    assert location.reached == "the gradient of 1.below.weight"
+    assert location.causes[0].title == "square root of negative values"
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_op_by_op_the_remedy_is_clean(positive):
+    assert _locate(safe=True, positive=positive) is None

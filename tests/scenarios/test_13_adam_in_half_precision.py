@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from located import marked
 from models import no_trace, train
 from torch import nn
 
@@ -54,3 +55,35 @@ def test_the_parameter_is_named_in_the_first_step(scope, kind):
 @SCOPES
 def test_the_remedies_are_clean(scope, remedy):
     assert _train(scope, **remedy).findings == []
+
+
+@pytest.mark.parametrize(
+    ("options", "op"),
+    [
+        ({"foreach": False}, "aten.addcdiv_.default"),
+        ({"foreach": True}, "aten._foreach_addcdiv_.ScalarList"),
+    ],
+    ids=str,
+)
+def test_op_by_op(options, op):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)).half()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, **options)
+
+    def step():
+        (10 * model(torch.arange(5)).float().square().sum()).backward()
+        optimizer.step()  # the update
+
+    with no_trace():
+        location = nanscan.locate(step)
+    assert (location.op, location.verdict, location.direction) == (op, "origin", "optimizer")
+    assert (location.file, location.line) == (__file__, marked(step, "the update"))
+    assert all(operand.stats.is_finite for operand in location.operands)
+    whats = [operand.what for operand in location.operands]
+    assert "0.weight" in whats
+    assert "exp_avg of 0.weight" in whats
+    made = location.at.results[0].stats
+    assert (made.nan_count, made.first_nonfinite) == (3 * 4, (5, 0))
+    assert location.causes[0].title == (
+        "the optimizer's eps is 0 in float16: the update divides by sqrt(0) + 0"
+    )
