@@ -8,8 +8,6 @@ op, and torch.autograd.detect_anomaly().
 
 from __future__ import annotations
 
-import random
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,14 +19,18 @@ import torch
 from _measure import Bar, Report, Spread, arguments, percent_over
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training_overhead import Training, conv_net, transformer
+from training_overhead import (
+    Times,
+    Training,
+    conv_net,
+    interleave,
+    share_of_overhead,
+    transformer,
+)
 
 import nanscan
 
 SECONDS = 20  # of steps a model
-WARM_UP = 2  # rounds not counted
-
-Times = dict[str, list[float]]
 
 
 class EmptyMode(TorchDispatchMode):
@@ -64,25 +66,28 @@ WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-def interleave(training: Training) -> Times:
-    """Seconds a step, one figure a round; order shuffled anew each round."""
-    times: Times = {name: [] for name in WAYS}
-    order = list(WAYS)
-    shuffle = random.Random(0).shuffle
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end or len(times["plain"]) < WARM_UP + 3:
-        shuffle(order)
-        for name in order:
-            with WAYS[name]():
-                begin = time.perf_counter()
-                training.step()
-                times[name].append(time.perf_counter() - begin)
-    return {name: t[WARM_UP:] for name, t in times.items()}
+class Searched(Training):
+    """Enters and leaves a mode in every step, which is a part of what that costs."""
+
+    mode: Callable[[], AbstractContextManager[object]]
+
+    def step(self) -> None:
+        """Forward, loss, backward, optimizer."""
+        with self.mode():
+            super().step()
 
 
-def share_of_overhead(triples: np.ndarray) -> np.ndarray:
-    """One overhead over another; [..., rounds, (time, other time, plain time)]."""
-    return percent_over(triples[..., [0, 2]]) / percent_over(triples[..., [1, 2]])
+def contenders(make: Callable[[], Any], *, whole: bool) -> dict[str, Training]:
+    """The same training in all ways."""
+    torch.manual_seed(0)
+    parts = make()
+    trainings: dict[str, Training] = {}
+    for name, mode in WAYS.items():
+        training = trainings[name] = Searched(*parts)
+        training.mode = mode
+        if not whole:
+            training.optimizer.step = lambda: None
+    return trainings
 
 
 def median_ratio(pairs: np.ndarray) -> np.ndarray:
@@ -117,12 +122,8 @@ def main() -> None:
     kept = report.data["models"] = {}
     for name, make in (("transformer", transformer), ("conv net", conv_net)):
         for whole in (True, False):
-            torch.manual_seed(0)
-            training = Training(*make())
-            if not whole:
-                training.optimizer.step = lambda: None
             title = f"{name}, {'whole step' if whole else 'forward and backward'}"
-            times = interleave(training)
+            times = interleave(contenders(make, whole=whole), SECONDS)
             steps = {way: Spread.of(1000 * np.array(t)) for way, t in times.items()}
             over = {
                 way: Spread.of_statistic(percent_over, np.stack([t, times["plain"]], axis=-1))

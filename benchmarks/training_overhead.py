@@ -190,13 +190,13 @@ def contenders(make: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> dict[str
     }
 
 
-def interleave(trainings: dict[str, Training]) -> Times:
+def interleave(trainings: dict[str, Training], seconds: float) -> Times:
     """Seconds a step, one figure a round; order shuffled anew each round."""
     times: Times = {name: [] for name in trainings}
     order = list(trainings)
     shuffle = random.Random(0).shuffle
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end or len(times["no hooks"]) < WARM_UP + 3:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[order[0]]) < WARM_UP + 3:
         shuffle(order)
         for name in order:
             training = trainings[name]
@@ -290,7 +290,7 @@ def main() -> None:
     report = Report("training_overhead", arguments(__doc__))
     warnings.filterwarnings("ignore", message="Anomaly Detection")
     models = {"transformer": transformer, "conv net": conv_net, "tiny MLP": tiny_mlp}
-    all_times = {title: interleave(contenders(make)) for title, make in models.items()}
+    all_times = {title: interleave(contenders(make), SECONDS) for title, make in models.items()}
     nanscan.disable()
     show(report, all_times)
     report.bars([bar for title, times in all_times.items() for bar in bars_of(title, times)])

@@ -46,7 +46,7 @@ from nanscan._op_domain import domain
 from nanscan._op_facts import (
     Call,
     absmax,
-    bad_counts,
+    bad_of,
     bound,
     call,
     forward_call,
@@ -88,7 +88,7 @@ def _bad_from_outside(location: Location) -> Cause | None:
     bad = next(filter(is_bad, location.operands), None)
     if bad is None or bad.stats is None:
         return None
-    held = f"{named(bad)} held {bad_counts(bad.stats)} when {location.op} first read it"
+    held = f"{named(bad)} held {bad_of(bad.stats)} when {location.op} first read it"
     if bad.what.startswith("gradient of "):
         return Cause(
             f"the {bad.what} was bad before it was watched",
@@ -127,7 +127,7 @@ def _uninitialised_memory(location: Location) -> Cause | None:
 
 def _seen_by(reader: Call) -> str:
     bad = next(filter(is_bad, reader.tensors.values()), None)
-    return "" if bad is None or bad.stats is None else f" with {bad_counts(bad.stats)}"
+    return "" if bad is None or bad.stats is None else f" with {bad_of(bad.stats)}"
 
 
 def _python_name(function: str) -> str:

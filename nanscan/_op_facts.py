@@ -12,7 +12,7 @@ import torch
 
 from nanscan._facts import name_of
 from nanscan._location import Location, Op, Operand
-from nanscan._scan import ScanResult
+from nanscan._scan import ScanResult, bad_counts
 
 _T = TypeVar("_T")
 
@@ -395,13 +395,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def bad_counts(stats: ScanResult) -> str:
+def bad_of(stats: ScanResult) -> str:
     """How many of each kind, of how many."""
-    counts = (stats.nan_count, "NaN"), (stats.posinf_count, "+Inf"), (stats.neginf_count, "-Inf")
-    return f"{', '.join(f'{n:,} {name}' for n, name in counts if n)} of {stats.numel:,}"
+    return f"{bad_counts(stats)} of {stats.numel:,}"
 
 
 def made_counts(c: Call) -> str:
     """The same of what a call returned."""
     stats = c.result.stats if c.result is not None else None
-    return "" if stats is None else f"the result has {bad_counts(stats)}"
+    return "" if stats is None else f"the result has {bad_of(stats)}"

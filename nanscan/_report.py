@@ -11,7 +11,7 @@ import torch
 
 from nanscan._judge import Finding, Seen
 from nanscan._location import Location, Op, Operand
-from nanscan._scan import ScanResult, describe, describe_parts
+from nanscan._scan import ScanResult, bad_counts, describe, describe_parts
 from nanscan._sites import Site
 
 _WIDTH = 100
@@ -153,15 +153,7 @@ def _cells(operand: Operand) -> list[str]:
     row = [operand.name, f"{dtype} {list(operand.shape)}"]
     if stats is None:
         return [*row, "", "", "", "", "", "", known]
-    bad = ", ".join(
-        f"{count:,} {name}"
-        for count, name in (
-            (stats.nan_count, "NaN"),
-            (stats.posinf_count, "+Inf"),
-            (stats.neginf_count, "-Inf"),
-        )
-        if count
-    )
+    bad = bad_counts(stats)
     if stats.absmax is None:
         return [*row, bad, "no finite value" if stats.numel else "empty", *[""] * 4, known]
     values = [f"min {stats.min:.4g}", f"max {stats.max:.4g}", f"absmax {stats.absmax:.4g}", "", ""]

@@ -391,19 +391,21 @@ def describe(result: ScanResult) -> str:
     return ", ".join(describe_parts(result))
 
 
+def bad_counts(result: ScanResult) -> str:
+    """Such as "3 NaN, 1 +Inf"; "" where all is finite."""
+    counts = {
+        "NaN": result.nan_count,
+        "+Inf": result.posinf_count,
+        "-Inf": result.neginf_count,
+    }
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
 def describe_parts(result: ScanResult) -> list[str]:
     """What `describe` joins: counts of how many; where first; the range of the rest."""
-    counts = [
-        f"{count:,} {name}"
-        for count, name in (
-            (result.nan_count, "NaN"),
-            (result.posinf_count, "+Inf"),
-            (result.neginf_count, "-Inf"),
-        )
-        if count
-    ]
+    counts = bad_counts(result)
     dtype = str(result.dtype).removeprefix("torch.")
-    what = f"{', '.join(counts)} of {result.numel:,}" if counts else f"{result.numel:,} finite"
+    what = f"{counts} of {result.numel:,}" if counts else f"{result.numel:,} finite"
     parts = [f"{what} ({dtype} {list(result.shape)})"]
     if result.first_nonfinite is not None:
         parts.append(f"first at {result.first_nonfinite}")
