@@ -180,7 +180,8 @@ class Value:
         version, self.address = _state(tensor)
         self.versions: tuple[int, ...] = (version, version)
         self.row: Record | _C.PendingScan | None = row
-        self.moments: Record | _C.PendingScan | None = row if tensor.is_cuda else None
+        # On a device every scan takes moments: later the tensor may be gone.
+        self.moments: Record | _C.PendingScan | None = None if row.__class__ is bytes else row
         self.maker = maker
         self.raw: Event | None = None
         self.taint: Any = None
@@ -195,11 +196,12 @@ class Value:
     @property
     def counts(self) -> bytes:
         """Counts of NaN, +Inf and -Inf. Waits for the scan."""
-        if self.row is None:
+        row = self.row
+        if row is None:
             return _CLEAN
-        if isinstance(self.row, _C.PendingScan):
-            self.row = self.row.wait()
-        return (self.row if isinstance(self.row, bytes) else self.row.tobytes())[_COUNTS]
+        if isinstance(row, _C.PendingScan):
+            row = self.row = row.wait()
+        return (row if isinstance(row, bytes) else row.tobytes())[_COUNTS]
 
     @property
     def is_unread(self) -> bool:
@@ -281,7 +283,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Of a nested tensor only that of its memory is a shape."""
-    return tuple(tensor.values().shape if tensor.is_nested else tensor.shape)
+    return tensor.values().shape if tensor.is_nested else tensor.shape
 
 
 class _Thread(threading.local):
@@ -561,6 +563,8 @@ def _scan(tensor: torch.Tensor) -> Record | _C.PendingScan | None:
     """A row; with moments where it cannot be looked at before the tensor is gone."""
     moments = tensor.is_cuda
     row: Record | _C.PendingScan | int = _scan_once(tensor, moments)
+    if row.__class__ is bytes:  # the most frequent by far
+        return row
     if row == _C.NOT_FLOAT:
         return None
     if isinstance(row, int):
