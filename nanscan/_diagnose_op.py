@@ -95,7 +95,7 @@ def _bad_from_outside(location: Location) -> Cause | None:
             held,
             "watch its backward too: nanscan.locate(lambda: loss_of(batch).backward())",
         )
-    if bad.what and not bad.what.startswith("aten."):
+    if bad.what:
         return Cause(
             f"{bad.what} was bad before anything ran",
             held,

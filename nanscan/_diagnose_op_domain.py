@@ -119,7 +119,7 @@ def outside_of_domain(location: Location) -> Cause | None:
 
 def _division_remedy(c: Call) -> str:
     """By what made the numerator and the denominator."""
-    above, below = (c.tensors[n].what if n in c.tensors else "" for n in ("self", "other"))
+    above, below = (c.tensors[n].made_by if n in c.tensors else "" for n in ("self", "other"))
     if "aten.exp." in above and "aten.sum." in below:
         return f"F.softmax(scores, dim=-1); of rows that are fully masked: {UNMASK}"
     for maker, remedy in _DIVISORS.items():

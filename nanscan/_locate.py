@@ -331,16 +331,13 @@ class Locating(_patches.Listener):
         what = self._name_of(value.ref())
         if not what and value.base is not None:
             what = self._name_of(value.base.ref())
-        if not what and not made and value.maker is not None:
-            what = _where(value.maker)
+        made_by = "" if made or value.maker is None else _where(value.maker)
         row = value.row if value.moments is None else value.moments
-        stats = None
+        stats, shape = None, tuple(value.shape)
+        has_moments = value.moments is not None
         if row is not None:
-            has_moments = value.moments is not None
-            stats = ScanResult(row, tuple(value.shape), value.dtype, moments=has_moments)
-        return Operand(
-            name, what, value.dtype, tuple(value.shape), stats, value.moments is not None
-        )
+            stats = ScanResult(row, shape, value.dtype, moments=has_moments)
+        return Operand(name, what, value.dtype, shape, stats, has_moments, made_by)
 
     def _name_of(self, tensor: torch.Tensor | None) -> str:
         """A parameter's name, or what an optimizer knows of a tensor; "" if neither."""

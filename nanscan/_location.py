@@ -21,12 +21,15 @@ class Operand:
     Attributes:
         name: of the argument in the op's schema, such as "self", "weight" or "tensors[3]"; of a
             result "result", or "result[1]".
-        what: what is known of it: a parameter's name, or the op and line that made it.
+        what: what it is, where that is known: the name of a parameter, "gradient of fc.weight",
+            "exp_avg of fc.weight"; "" otherwise.
         dtype: of the tensor.
         shape: of the tensor.
         stats: counts and extremes before the op ran; with mean, std and zero_count where
             `has_moments`. None: it is not floating point, or could not be scanned.
         has_moments: `stats` has moments. Not of what an op changed in place, on the CPU.
+        made_by: the op that made it, and its line: "aten.add.Tensor, net.py:12"; "" where it came
+            from outside.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Operand:
     shape: tuple[int, ...]
     stats: ScanResult | None
     has_moments: bool = False
+    made_by: str = ""
 
 
 @dataclass

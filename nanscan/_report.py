@@ -149,9 +149,10 @@ def _tables(tables: dict[str, list[Operand]]) -> list[str]:
 def _cells(operand: Operand) -> list[str]:
     """Name, dtype and shape, what is bad, five numbers, and what is known of it."""
     dtype, stats = str(operand.dtype).removeprefix("torch."), operand.stats
+    known = operand.what or operand.made_by
     row = [operand.name, f"{dtype} {list(operand.shape)}"]
     if stats is None:
-        return [*row, "", "", "", "", "", "", operand.what]
+        return [*row, "", "", "", "", "", "", known]
     bad = ", ".join(
         f"{count:,} {name}"
         for count, name in (
@@ -162,11 +163,11 @@ def _cells(operand: Operand) -> list[str]:
         if count
     )
     if stats.absmax is None:
-        return [*row, bad, "no finite value" if stats.numel else "empty", *[""] * 4, operand.what]
+        return [*row, bad, "no finite value" if stats.numel else "empty", *[""] * 4, known]
     values = [f"min {stats.min:.4g}", f"max {stats.max:.4g}", f"absmax {stats.absmax:.4g}", "", ""]
     if operand.has_moments:
         values[3:] = [f"mean {stats.mean:.4g}", f"std {stats.std:.4g}"]
-    return [*row, bad, *values, operand.what]
+    return [*row, bad, *values, known]
 
 
 def _block(label: str, texts: list[str]) -> list[str]:

@@ -124,7 +124,7 @@ def test_what_is_known_of_operands():
         return batch / x
 
     location = nanscan.locate(function, torch.ones(3))
-    told = {o.name: o.what for o in location.operands}
+    told = {o.name: o.made_by for o in location.operands}
     assert told["self"] == ""
     assert (
         told["other"] == f"aten.zeros.default, test_locate_operands.py:{marked(function, 'zeros')}"
