@@ -351,7 +351,11 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def settle(self, most: int) -> None:
         """Lets go of tensors that are no more, and of all but the latest ops of forwards."""
-        self._values = {key: v for key, v in self._values.items() if v.ref() is not None}
+        self._values = {
+            key: value
+            for key, value in self._values.items()
+            if (tensor := value.ref()) is not None and not self._is_outdated(value, tensor)
+        }
         self._written.clear()
         if len(self.forward) > most:
             self.forward = dict(list(self.forward.items())[-most // 2 :])
@@ -364,10 +368,12 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value is not None and value.ref() is tensor:
             version, address = _state(tensor)
             if version in value.versions and address == value.address and version >= 0:
-                if self._written and value.number < self._written.get(_storage(tensor), 0):
-                    return None
-                return value
+                return None if self._is_outdated(value, tensor) else value
         return None
+
+    def _is_outdated(self, value: Value, tensor: torch.Tensor) -> bool:
+        """Whether its memory was written in a way that counts no version."""
+        return bool(self._written) and value.number < self._written.get(_storage(tensor), 0)
 
     def read(self, tensor: torch.Tensor) -> Value:
         """What a tensor holds. Scans it if that is not known."""
