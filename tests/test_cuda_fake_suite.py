@@ -21,6 +21,7 @@ SUITES = {
         "test_judge.py",
         "test_monitor.py",
     ),
+    "op by op": tuple(path.name for path in sorted(Path(__file__).parent.glob("test_locate*.py"))),
 }
 
 

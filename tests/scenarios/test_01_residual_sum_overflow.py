@@ -139,6 +139,7 @@ def test_bfloat16_goes_on(patches, scope, num_threads):
     assert monitor.findings == []
 
 
+@pytest.mark.host_only(reason="moments are taken only of tensors that torch has on a device")
 def test_op_by_op(patches, num_threads):
     num_threads(1)
     model, optimizer = _model()
