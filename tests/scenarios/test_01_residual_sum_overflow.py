@@ -169,7 +169,7 @@ def test_op_by_op(patches, num_threads):
     assert (location.module, location.at.module_type) == ("blocks.3", "Block")
     x_1, x_3 = location.operands
     for branch in (x_1, x_3):
-        assert branch.what.startswith("aten.convolution.default, test_01")
+        assert branch.made_by.startswith("aten.convolution.default, test_01")
         assert (branch.stats.is_finite, branch.has_moments) == (True, True)
         assert branch.dtype == torch.float16
     assert x_1.stats.absmax + x_3.stats.absmax > torch.finfo(torch.float16).max
