@@ -119,8 +119,8 @@ class Blame:
         for value in values:
             if value is None or not value.is_bad:
                 continue
-            if value.taint is None and value.raw is not None:
-                value.taint = self._of_memory(value.raw)
+            if value.taint is None:
+                value.taint = self._by_another_way(value)
             taint: Taint | None = value.taint
             if taint is not None and taint.kind != "mask" and not taint.blamed:
                 taint.blamed, taint.reached = True, what
@@ -186,15 +186,20 @@ class Blame:
 
     def _of_unknown(self, value: Value, event: Event) -> Taint:
         """The reason of a value that no op made before our eyes."""
+        nan, posinf, _ = _counts(value)
+        kind: Kind = "outside" if nan or posinf else "mask"
+        return self._by_another_way(value) or self._add(kind, event)
+
+    def _by_another_way(self, value: Value) -> Taint | None:
+        """The reason of what was written through a view, or is memory that was not written."""
         via: Taint | None = None if value.via is None else value.via.taint
         if via is not None:
             return via
         if value.raw is not None:
             return self._of_memory(value.raw)
-        if value.is_rewritten and self._taints:  # through a view: most likely by the latest
+        if value.is_rewritten and self._taints:  # most likely by the latest
             return self._taints[-1]
-        nan, posinf, _ = _counts(value)
-        return self._add("outside" if nan or posinf else "mask", event)
+        return None
 
     def _of_memory(self, event: Event) -> Taint:
         """The reason of what was found in memory that an op made, or received something into."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscan import _C
@@ -28,6 +29,10 @@ _scan_once = _C.scan_once
 _node = torch._C._current_autograd_node  # noqa: SLF001 - no public spelling
 _sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - no public spelling
 _SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # by which autograd sums gradients
+# Zeros without memory come up in double backwards. Under a dispatch mode torch (2.13) crashes on
+# some ops with them: mul.Scalar. All but these two ops see them as common zeros anyway.
+_ZEROS = "aten._efficientzerotensor.default"
+_ZERO_AWARE = ("aten.mul.Tensor", "aten.div.Tensor")
 _DETACH = "aten.detach.default"  # of x.detach() and x.data
 _LEAF = "torch::autograd::AccumulateGrad"
 _CLEAN = bytes(24)  # the counts of a finite row
@@ -273,6 +278,10 @@ def _state(tensor: torch.Tensor) -> tuple[int, int]:
         return -1, 0
 
 
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor._is_zerotensor() else tensor  # noqa: SLF001 - as above
+
+
 def _storage(tensor: torch.Tensor) -> int:
     """Address of the memory that a tensor is a view of; 0 where it has none."""
     try:
@@ -324,6 +333,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By address of a storage that was written through x.data, which counts no version of x: the
         # number of the latest op that did.
         self._written: dict[int, int] = {}
+        self._has_zeros = False  # without memory
         self._on_event = on_event
 
     def __torch_dispatch__(
@@ -340,7 +350,10 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count += 1
         event = Event(self.count, self.step, info)
         taken, written = self._take(event, info, args, kwargs)
+        if self._has_zeros and not info.is_view and info.name not in _ZERO_AWARE:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _with_memory, (args, kwargs))
         out = func(*args, **kwargs)
+        self._has_zeros |= info.name == _ZEROS
         self._note_place(event)
         self._note_results(event, info, written, out)
         self._on_event(event, taken)

@@ -100,6 +100,22 @@ def test_results_are_the_same_after_something_was_found():
         assert torch.equal(ours.isnan(), expected.isnan())
 
 
+def test_zeros_without_memory():
+    """They come up in a double backward; torch crashes on some of them under a dispatch mode."""
+
+    def function():
+        x = torch.linspace(-1, 1, 6, requires_grad=True)
+        y = torch.stack(torch._foreach_mul([x], 0.5)).sum(0).abs()
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (gradient.sum() + (x**3).sum()).backward()
+        return gradient, x.grad
+
+    expected = function()
+    results = []
+    assert nanscan.locate(lambda: results.extend(function())) is None
+    assert all(map(torch.equal, results, expected))
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
