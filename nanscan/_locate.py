@@ -49,6 +49,7 @@ _logger = logging.getLogger("nanscan")
 _MAX_EVENTS = 20_000  # of one step, before it is settled in parts
 _MAX_FORWARD = 100_000  # ops whose backward may still come
 _UNLIKELY = 2  # suspicions to refute
+_COPY_SLICES = "torch::autograd::CopySlices"
 _SIMPLE = (int, float, bool, str, type(None))
 
 _HOW: dict[Kind, str] = {
@@ -286,6 +287,8 @@ class Locating(_patches.Listener):
         if event.node is None:
             return None
         name, number = event.node
+        if name == _COPY_SLICES:  # an op in place on a view, which made a node of its own before
+            number -= 1
         made = [e for (_, n), e in self._trace.forward.items() if n == number]
         likely = name.rpartition("::")[2].partition("Backward")[0].lower()
         made.sort(key=lambda e: likely != e.info.name.split(".")[1].replace("_", ""))

@@ -107,6 +107,15 @@ def in_place():
     y.sum().backward()
 
 
+@faults("aten.div.Tensor", "CopySlices", 0)
+def in_place_through_a_view():
+    x = leaf(0.0, 0.0, 1.0, 1.0)
+    y = x * 1
+    y[1:].sqrt_()  # here
+    y.detach().sum()
+    y.sum().backward()
+
+
 @faults("aten.div.Tensor", "SqrtBackward0", 0)
 def autocast():
     w = torch.zeros(2, 2, requires_grad=True)

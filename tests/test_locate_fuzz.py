@@ -68,6 +68,7 @@ BAD_BACKWARD = (
     ("AsinBackward0", 0, "{n} = ({a} * 0 + 1).asin()"),
     ("SqrtBackward0", 0, "{n} = checkpoint(lambda x: (x * 0).sqrt(), {a}, use_reentrant=False)"),
     ("SqrtBackward0", 0, "{n} = checkpoint(lambda x: (x * 0).sqrt(), {a}, use_reentrant=True)"),
+    ("CopySlices", 0, "{n} = {a} * 0; {n}[1:].sqrt_()"),
     ("SecondBackward", 1, "{n} = Second.apply({b}, {a} * 1)"),
 )
 
@@ -114,7 +115,7 @@ class Naive(TorchDispatchMode):
         out = func(*args, **kwargs)
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         is_finite = all(map(_is_finite, [*results, *written]))
-        if self.first is None and was_finite and not is_finite and not name.startswith("empty"):
+        if self.first is None and was_finite and not is_finite and "empty" not in name:
             overload = schema.overload_name or "default"
             node = torch._C._current_autograd_node()
             self.first = f"aten.{name}.{overload}", _line(), node and node.name()
