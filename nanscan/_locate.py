@@ -108,7 +108,7 @@ class Locating(_patches.Listener):
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
-        _patches.listen(self)
+        _patches.listen(self, self._gradients_reached)
         _entered.add(self)
         self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         self._trace.__enter__()  # type: ignore[no-untyped-call]
@@ -153,11 +153,7 @@ class Locating(_patches.Listener):
                 self._judge(item, None)
             else:
                 self._blame.reached(*item)
-        for reference in self._leaves.values():
-            leaf = reference()
-            if leaf is not None and leaf.grad is not None:
-                name = self._name_of(leaf) or "a leaf"
-                self._blame.reached([self._trace.value(leaf.grad)], f"the gradient of {name}")
+        self._gradients_reached()
         if is_end:
             self._blame.end_step()
             absorbed = self._blame.first_absorbed
@@ -214,6 +210,15 @@ class Locating(_patches.Listener):
             self._waiting.append(goal)
         else:
             self._blame.reached(*goal)
+
+    def _gradients_reached(self) -> None:
+        """What leaves have for gradients after a backward, and at the end of a step, counts."""
+        if self._waiting or self._blame.has_suspects:
+            for reference in self._leaves.values():
+                leaf = reference()
+                if leaf is not None and leaf.grad is not None:
+                    name = self._name_of(leaf) or "a leaf"
+                    self._reached(leaf.grad, f"the gradient of {name}")
 
     def _module_begins(self, module: nn.Module, _args: Any) -> None:
         modules = self._trace.thread.modules
@@ -289,10 +294,16 @@ class Locating(_patches.Listener):
         name, number = event.node
         if name == _COPY_SLICES:  # an op in place on a view, which made a node of its own before
             number -= 1
-        made = [e for (_, n), e in self._trace.forward.items() if n == number]
         likely = name.rpartition("::")[2].partition("Backward")[0].lower()
-        made.sort(key=lambda e: likely != e.info.name.split(".")[1].replace("_", ""))
-        forward = made[0] if made else None
+
+        def is_unlikely(e: Event) -> bool:
+            return likely != e.info.name.split(".")[1].replace("_", "")
+
+        made = [e for (_, n), e in self._trace.forward.items() if n == number]
+        if not made:  # an op in place clones first what it writes over, and that made a node too
+            made = [e for (_, n), e in self._trace.forward.items() if n == number + 1]
+            made = [e for e in made if not is_unlikely(e)]
+        forward = min(made, key=is_unlikely, default=None)
         if forward is None or forward.node in (None, event.node):
             return forward
         return self._forward_of(forward) or forward  # of a double backward

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,6 +89,7 @@ _FILL = frozenset(
 _UNDECLARED = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 # Communication goes on behind the op: what it receives is read when somebody reads it.
 _LATE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_MAX_ARGUMENTS = 32  # of an op without a schema
 _WAIT = "wait_tensor"
 _IGNORED = ("profiler",)
 
@@ -111,6 +113,9 @@ class OpInfo:
     )
 
     def __init__(self, func: Any) -> None:
+        if isinstance(func, HigherOrderOperator):  # such as flex_attention: it has no schema
+            self._init_without_schema(func)
+            return
         schema = func._schema  # noqa: SLF001 - no public spelling
         namespace, _, base = schema.name.partition("::")
         self.name = f"{namespace}.{base}.{schema.overload_name or 'default'}"
@@ -138,6 +143,13 @@ class OpInfo:
         self.fills = self.written if base in _FILL or self.late else frozenset()
         if base == _WAIT:
             self.fills = frozenset(self.arguments)
+
+    def _init_without_schema(self, func: HigherOrderOperator) -> None:
+        self.name = f"{func.namespace}.{func.name()}"  # type: ignore[no-untyped-call]
+        self.arguments = [f"args[{i}]" for i in range(_MAX_ARGUMENTS)]
+        self.defaults = {}
+        self.written = self.overwrites = self.fills = frozenset[str]()
+        self.is_view = self.empty = self.late = self.ignored = False
 
 
 class Value:
@@ -321,6 +333,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_event: called after each op, with the event and the tensors of its operands. These are
             as they are after the op.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, on_event: Callable[[Event, list[torch.Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -523,9 +537,16 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             thread.done = None
         if event.node is None or torch.is_grad_enabled():
-            self.forward.setdefault((event.thread, _sequence_number() - 1), event)
+            self._note_forward(event)
         if frame is not None:
             event.code, event.line = frame.f_code, frame.f_lineno
+
+    def _note_forward(self, event: Event) -> None:
+        """The first op after a node was made is that node's; but an op in place may clone first."""
+        key = event.thread, _sequence_number() - 1
+        known = self.forward.get(key)
+        if known is None or (event.info.written and known.info.name == "aten.clone.default"):
+            self.forward[key] = event
 
     def _outputs_of(self, node: Any, event: Event) -> list[Value | None] | None:
         """What a node returns: filled in when it is done. None: it is, and gradients are summed."""

@@ -6,6 +6,7 @@ import torch
 from located import INF, NAN, Faults, garbage, marked, nothing_left, where  # noqa: F401 - a fixture
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 import nanscan
 
@@ -251,6 +252,12 @@ def minus_infinity_written_through_a_view():
 def attention():
     q = torch.full((1, 1, 4, 8), 1e30)
     return F.scaled_dot_product_attention(q, q, q)  # here
+
+
+@faults("higher_order.flex_attention")
+def higher_order_op():
+    q = torch.full((1, 1, 16, 8), 1e30)
+    return flex_attention(q, q, q)  # here
 
 
 @faults("aten.empty.memory_format")

@@ -107,6 +107,15 @@ def in_place():
     y.sum().backward()
 
 
+@faults("aten.div.Tensor", "DivBackward0", 1)
+def in_place_on_what_its_backward_needs():
+    x = leaf(1.0, 1.0)
+    y = leaf(1e-20, 1.0)
+    z = x * 1
+    z.div_(y)  # here
+    z.sum().backward()
+
+
 @faults("aten.div.Tensor", "CopySlices", 0)
 def in_place_through_a_view():
     x = leaf(0.0, 0.0, 1.0, 1.0)
@@ -228,6 +237,13 @@ def hook_after_accumulation():
     x = leaf(0.0, 1.0)
     x.register_post_accumulate_grad_hook(spoil)
     (x * 2).sum().backward()
+
+
+@faults("aten.div.Tensor", "BackwardHookFunctionBackward")
+def backward_hook_of_a_module():
+    model = nn.Linear(3, 3)
+    model.register_full_backward_hook(lambda _m, gradients, _o: (gradients[0] / 0,))  # here
+    model(torch.randn(2, 3, requires_grad=True)).sum().backward()
 
 
 # -- modules of torch ------------------------------------------------------------------------------
