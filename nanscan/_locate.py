@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -62,6 +63,10 @@ _HOW: dict[Kind, str] = {
 
 
 _entered: weakref.WeakSet[Locating] = weakref.WeakSet()
+_eagerly = (
+    contextlib.ExitStack()
+)  # what torch compiled runs so, in all threads, while any search runs
+_entering = threading.Lock()
 
 
 class Locating(_patches.Listener):
@@ -94,7 +99,6 @@ class Locating(_patches.Listener):
         self._is_after_backward = False
         self._stepped: weakref.ref[Optimizer] | None = None
         self._handles: list[Any] = []
-        self._eagerly = contextlib.ExitStack()
 
     # -- entering and leaving --------------------------------------------------------------------
 
@@ -108,17 +112,21 @@ class Locating(_patches.Listener):
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
-        _patches.listen(self, self._gradients_reached)
-        _entered.add(self)
-        self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+        _patches.listen(self, self._backward_ended)
+        with _entering:
+            if not _entered:
+                _eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+            _entered.add(self)
         self._trace.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         """Ends that."""
         self._leave()
-        _entered.discard(self)
-        self._eagerly.close()
+        with _entering:
+            _entered.discard(self)
+            if not _entered:
+                _eagerly.close()
         _patches.forget(self)
         for handle in self._handles:
             handle.remove()
@@ -211,6 +219,14 @@ class Locating(_patches.Listener):
         else:
             self._blame.reached(*goal)
 
+    def _is_elsewhere(self) -> bool:
+        """Whether this thread is not the one that is searched: torch's hooks are for all."""
+        return not any(mode is self._trace for mode in _get_current_dispatch_mode_stack())
+
+    def _backward_ended(self) -> None:
+        if not self._is_elsewhere():
+            self._gradients_reached()
+
     def _gradients_reached(self) -> None:
         """What leaves have for gradients after a backward, and at the end of a step, counts."""
         if self._waiting or self._blame.has_suspects:
@@ -221,6 +237,8 @@ class Locating(_patches.Listener):
                     self._reached(leaf.grad, f"the gradient of {name}")
 
     def _module_begins(self, module: nn.Module, _args: Any) -> None:
+        if self._is_elsewhere():
+            return
         modules = self._trace.thread.modules
         if not modules and self._is_after_backward and not OpTrace.is_in_backward():
             self._is_after_backward = False
@@ -236,7 +254,7 @@ class Locating(_patches.Listener):
     ) -> None:
         """Is also called, without an output, where a module raised: a checkpoint stops so."""
         modules = self._trace.thread.modules
-        if modules:
+        if modules and not self._is_elsewhere():
             _, recomputed = modules.pop()
             if not modules and not recomputed:
                 self._reached(output, "what the model returned")
@@ -244,11 +262,15 @@ class Locating(_patches.Listener):
                     self.settle()
 
     def _optimizer_begins(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_elsewhere():
+            return
         frame = user_frame(sys._getframe(1))  # noqa: SLF001 - where inspect is too slow
         closure = getattr(kwargs.get("closure", args[-1] if args else None), "__code__", None)
         self._trace.thread.optimizer = None if frame is None else frame.f_code, closure
 
     def _optimizer_ended(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._is_elsewhere():
+            return
         self._trace.thread.optimizer = None
         self._is_after_backward = False
         self._stepped = weakref.ref(optimizer)
@@ -260,6 +282,8 @@ class Locating(_patches.Listener):
 
     def backward_begins(self, tensors: Any) -> None:
         """The loss counts."""
+        if self._is_elsewhere():
+            return
         self._reached(tensors, "the loss")
         self._is_after_backward = True
 

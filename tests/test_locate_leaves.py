@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 import tracemalloc
 import weakref
 
@@ -315,6 +316,48 @@ def test_the_same_search_twice_at_once():
     with search, pytest.raises(RuntimeError, match="under way already"), search:
         pass
     assert nanscan.locate(lambda: torch.ones(2) * 2) is None
+
+
+def test_searches_in_several_threads():
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)]
+    inputs = torch.randn(4, 3, 4)
+    found = {}
+
+    def step(number):
+        for _ in range(10):
+            loss = models[number](inputs[number]).sum()
+            if number % 2:
+                loss = (loss - loss).sqrt()  # here
+            loss.backward()
+
+    def search(number):
+        found[number] = where(nanscan.locate(step, number))
+
+    threads = [threading.Thread(target=search, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = ("aten.div.Tensor", marked(step), "origin", "backward", "SqrtBackward0", 0)
+    assert found == {0: (), 1: expected, 2: (), 3: expected}
+
+
+def test_what_other_threads_run_is_no_part_of_it():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with nanscan.locating() as search:
+        model(torch.ones(1, 2)).sum().backward()
+        events = len(search._events)
+
+        def elsewhere():
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert (len(search._events), search._trace.step) == (events, 0)
+    assert search.location is None
 
 
 def test_beside_a_monitor():
