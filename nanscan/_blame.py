@@ -15,7 +15,8 @@ from typing import Literal
 
 import torch
 
-from nanscan._optrace import Event, Value
+from nanscan import _C
+from nanscan._optrace import Event, Value, counts_of
 from nanscan._scan import scan_anywhere
 
 _COUNTS = struct.Struct("<3Q")
@@ -112,6 +113,9 @@ class Blame:
         is_news = taint.event is event or taint.consequence is event
         if operands is not None and is_news and taint.kind != "mask":
             _take_moments(event, operands)
+            is_made = taint.kind in ("made", "minus") and taint.event is event
+            if is_made and not event.info.written and any(map(_is_stale, event.operands)):
+                taint.kind = "outside"
         return bad
 
     def reached(self, values: Iterable[Value | None], what: str) -> None:
@@ -247,6 +251,15 @@ def _take_moments(event: Event, operands: list[torch.Tensor]) -> None:
     for value, result in zip(event.results, results, strict=True):
         if result is not None:
             _add_moments(value, result)
+
+
+def _is_stale(operand: tuple[str, Value]) -> bool:
+    """Whether a value holds other things than a row says: code that is not seen wrote to it."""
+    value = operand[1]
+    moments = value.moments
+    if moments is None or isinstance(moments, _C.PendingScan):
+        return False
+    return counts_of(moments) != value.counts
 
 
 def _add_moments(value: Value, tensor: torch.Tensor) -> None:

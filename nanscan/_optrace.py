@@ -152,6 +152,11 @@ class OpInfo:
         self.is_view = self.empty = self.late = self.ignored = False
 
 
+def counts_of(row: Record) -> bytes:
+    """Counts of NaN, +Inf and -Inf in a row."""
+    return (row if isinstance(row, bytes) else row.tobytes())[_COUNTS]
+
+
 class Value:
     """What a tensor held, from one write of it to the next.
 
@@ -218,7 +223,7 @@ class Value:
             return _CLEAN
         if isinstance(row, _C.PendingScan):
             row = self.row = row.wait()
-        return (row if isinstance(row, bytes) else row.tobytes())[_COUNTS]
+        return counts_of(row)
 
     @property
     def is_unread(self) -> bool:

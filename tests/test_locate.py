@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 from located import INF, NAN, Faults, garbage, marked, nothing_left, where  # noqa: F401 - a fixture
 from torch import nn
@@ -283,6 +284,17 @@ def test_the_op_and_its_line(function, expected):
 
 
 # -- what is searched ------------------------------------------------------------------------------
+
+
+@pytest.mark.host_only(reason="of a device it is told too late")
+def test_what_no_op_wrote():
+    def function():
+        x = torch.ones(3)
+        garbage(x)
+        return x * 2  # here
+
+    expected = ("aten.mul.Tensor", marked(function), "propagated", "forward", "", None)
+    assert where(nanscan.locate(function)) == expected
 
 
 def test_only_this_thread_is_searched():
