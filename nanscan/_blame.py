@@ -119,6 +119,8 @@ class Blame:
         for value in values:
             if value is None or not value.is_bad:
                 continue
+            if value.taint is None and value.via is not None:
+                value.taint = value.via.taint
             if value.taint is None and value.raw is not None:
                 value.taint = self._of_memory(value.raw)
             taint: Taint | None = value.taint
