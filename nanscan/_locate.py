@@ -524,7 +524,13 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Location | None
     Synchronization: none an op; at the end of each optimizer step and of `fn` it waits for scans.
         A CUDA graph must not be recorded meanwhile.
     """
-    with locating() as search:
+    return _run(Locating(), fn, args, kwargs)
+
+
+def _run(
+    search: Locating, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Location | None:
+    with search:
         try:
             search.returned(fn(*args, **kwargs))
         except Exception:
@@ -575,6 +581,7 @@ def replay(
     with contextlib.ExitStack() as contexts:
         for kind, dtype in saved.autocast.items():
             contexts.enter_context(torch.autocast(kind, dtype=dtype))
+        search = Locating(step=saved.step)
         if step_fn is None:
-            return locate(model, *saved.args, **saved.kwargs)
-        return locate(step_fn, model, *saved.args, **saved.kwargs)
+            return _run(search, model, saved.args, saved.kwargs)
+        return _run(search, step_fn, (model, *saved.args), saved.kwargs)

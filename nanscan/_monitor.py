@@ -700,7 +700,8 @@ def enable(  # noqa: PLR0913 - options by name
     Synchronization: none, in hooks either, with these exceptions. Under `skip_step`, gradients on
         the CPU need none, and on CUDA devices a fused Adam, AdamW, Adagrad or SGD none from the
         second step on: it gets `found_inf`, computed on the device. All others wait once a step
-        for their gradients. Writing a step under `save` waits for what it writes.
+        for their gradients. Writing a step under `save` waits for what it writes, and a step that
+        is searched under `locate` for its scans, when it ends.
     """
     wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
     _check_target(model, wanted, action)

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from models import line_of, no_trace
+from models import hook_dicts, line_of, no_trace
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
@@ -91,6 +91,7 @@ def test_poisoned_weights_want_a_replay(model, tmp_path):
 
     location = nanscan.replay(saved, model, step_fn)
     assert (location.op, location.line, location.verdict) == ("aten.log.default", LINE, "origin")
+    assert location.step == 3
     assert torch.isfinite(model.a.weight).all()  # as it was in that step
 
 
@@ -346,3 +347,13 @@ def test_a_replay_with_another_model_is_refused(model, tmp_path):
         run(model, 5, bad_from=3)
     with pytest.raises(RuntimeError, match=r"only one of them has 0\.bias"):
         nanscan.replay(tmp_path / "step-3-rank-0", nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_a_run_without_faults_is_not_touched(model):
+    def hooks(**options):
+        with nanscan.watch(model, **options):
+            run(model, 3, bad_from=9)
+            assert _len_torch_dispatch_stack() == 0
+            return {key: len(value) for key, value in hook_dicts(model).items()}
+
+    assert hooks(locate="next") == hooks()
