@@ -107,6 +107,7 @@ class _Located(BaseException):
 def _locate(options: argparse.Namespace) -> int:
     """Runs a script op by op. Exit status 1: a non-finite value was made, and is told."""
     is_running = True
+    ended: SystemExit | None = None  # as scripts do that end in sys.exit(main())
 
     def stop(location: Location) -> None:
         print(f"nanscan: {location}", file=sys.stderr)  # noqa: T201
@@ -116,6 +117,8 @@ def _locate(options: argparse.Namespace) -> int:
     with contextlib.suppress(_Located), Locating(on_located=stop) as search:
         try:
             _execute(options)
+        except SystemExit as exit_:
+            ended = exit_
         finally:
             is_running = False
     if search.location is not None:
@@ -123,6 +126,8 @@ def _locate(options: argparse.Namespace) -> int:
     print("nanscan: no op made a non-finite value that led anywhere", file=sys.stderr)  # noqa: T201
     if search.absorbed is not None:
         print(f"absorbed, so no fault: {search.absorbed}", file=sys.stderr)  # noqa: T201
+    if ended is not None:
+        raise ended
     return 0
 
 

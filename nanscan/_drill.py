@@ -9,11 +9,13 @@ from collections.abc import Callable
 import torch
 
 from nanscan._judge import Finding
-from nanscan._locate import Locating
+from nanscan._locate import Locating, can_search, clear_away
 from nanscan._location import Location
 from nanscan._sites import Registry
 
 _STEPS = 16  # to search, before it is given up
+_ALL_STEPS = 4 * _STEPS  # of all searches, and then one step in so many
+_ONE_IN = 50
 
 _logger = logging.getLogger("nanscan")
 
@@ -31,12 +33,14 @@ class Drill:
         self._on_located = on_located
         self._finding: Finding | None = None
         self._search: Locating | None = None
-        self._thread = 0
+        self._thread: threading.Thread | None = None
         self._left = 0
+        self._is_late = False  # a search could not begin when the last step ended
+        self._searched = 0  # steps, ever
 
     def want(self, finding: Finding) -> None:
         """The next steps are to be searched for the cause of this finding."""
-        if self._finding is None:
+        if self._finding is None and self._searched < _ALL_STEPS + finding.step // _ONE_IN:
             self._finding, self._left = finding, _STEPS
 
     def step_ended(self, step: int) -> None:
@@ -45,17 +49,46 @@ class Drill:
         Args:
             step: number of the one that comes.
         """
-        if self._search is not None:
-            if threading.get_ident() != self._thread:
-                return
+        clear_away()
+        if self._search is None:
+            # A mode that is entered in inference mode would be gone after it.
+            self._is_late = torch.is_inference_mode_enabled()
+            if not self._is_late:
+                self._begin(step)
+        elif self._thread is threading.current_thread():
             self._left -= 1
+            self._searched += 1
             if self._search.location is not None or self._left <= 0:
                 self.stop()
-        # A mode that is entered within another must leave before it, and who knows when that does.
-        elif self._finding is not None and torch._C._len_torch_dispatch_stack() == 0:  # noqa: SLF001
-            self._search = Locating(self._registry, self._located, step)
-            self._thread = threading.get_ident()
-            self._search.__enter__()
+            elif torch.is_inference_mode_enabled():
+                self._search.suspend()
+        elif self._thread is not None and not self._thread.is_alive():
+            finding, self._finding = self._finding, None
+            self.stop()
+            self._finding = finding  # for a search in this thread
+
+    def call_starts(self, step: int, before: Callable[[], None]) -> None:
+        """An outermost module is called; in inference mode a search runs in such calls only.
+
+        Args:
+            step: number of the one that has begun.
+            before: what may end a step first.
+        """
+        clear_away()
+        search = self._search
+        before()
+        if self._search is None and self._is_late:
+            self._begin(step)
+        if self._search is not None and self._thread is threading.current_thread():
+            self._search.resume(is_new=self._search is not search)
+
+    def _begin(self, step: int) -> None:
+        if self._finding is not None:
+            self._is_late = not can_search()
+            if not self._is_late:
+                self._search = Locating(self._registry, self._located, step)
+                self._thread = threading.current_thread()
+                self._search.__enter__()
 
     def stop(self) -> None:
         """Ends the search, found or not."""

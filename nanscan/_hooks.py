@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import TracebackType
@@ -28,15 +27,10 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import (
-    Optimizer,
-    _global_optimizer_post_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from nanscan import _C, _patches, _reference
+from nanscan import _C, _patches, _reference, _steps
 from nanscan._scan import check, prepare, scan_anywhere
 from nanscan._schedule import FULL, Cost, Turn, dispatch_seconds, gradient_dispatch_seconds
 from nanscan._sites import Kind, ModulePlace, Node, ParameterPlace, Registry, SinglePlace
@@ -125,7 +119,6 @@ class Hooks(_patches.Listener):
         self._gradients: list[Node] = []  # by the number that their hooks have
         self._bad_gradients = -1  # resets of the table before a gradient last went bad
         self._handles: list[RemovableHandle] = []
-        self._step_handle: RemovableHandle | None = None
         self._plans: dict[int, _Plan] = {}  # by id(optimizer)
         self._buffers: dict[SinglePlace, tuple[int, int]] = {}  # id and version as last scanned
         self._stepping = _Stepping()
@@ -186,9 +179,7 @@ class Hooks(_patches.Listener):
             self._handles.append(register_module_forward_pre_hook(self.call_begins))
         self._attach_modules()
         self._handles.append(register_optimizer_step_pre_hook(self.before_step))
-        if self._step_handle is None:
-            self._step_handle = register_optimizer_step_post_hook(self.after_step)
-            _step_handles.add(self._step_handle.id)
+        _steps.listen(self.after_step)
 
     def _attach_modules(self) -> None:
         if not self._registry.only:
@@ -220,16 +211,7 @@ class Hooks(_patches.Listener):
         self._calls.set_attached(False)
         _patches.forget(self)
         self._calls.forget_running()
-        _leaving.add(self)
-        if not _in_post_hooks:
-            _remove_step_hooks()
-
-    def remove_step_hook(self) -> None:
-        """The last part of `detach`, unless all was attached again meanwhile."""
-        if self._step_handle is not None and not self._handles:
-            self._step_handle.remove()
-            _step_handles.discard(self._step_handle.id)
-            self._step_handle = None
+        _steps.forget(self.after_step)
 
     # A copied or unpickled model carries bound methods of these hooks along. Copies are unknown to
     # the registry and so not watched; a pickle must not drag the monitor with it.
@@ -598,9 +580,9 @@ class Hooks(_patches.Listener):
         if _is_tracing():
             return None
         plan = self._plan(optimizer)
-        if plan is None or self._step_handle is None:
+        if plan is None or not self._handles:
             return None
-        _move_to_end(self._step_handle)
+        _steps.move_to_end()
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
         if self._skipper is not None:
             return self._skipper.before(
@@ -644,29 +626,22 @@ class Hooks(_patches.Listener):
         """Scans parameters, and moments when asked for, and ends the step."""
         if _is_tracing():
             return
-        _in_post_hooks.append(self)
-        try:
-            if self._skipper is not None:
-                self._skipper.after(optimizer, args, kwargs)
-            if self._stepping.optimizer == id(optimizer) and self._handles:
-                self._stepping.optimizer = 0
-                self._ran = False
-                plan = self._stepping.plan
-                # Before a closure ran, its model may not have been known.
-                plan = (self._plan(optimizer) or plan) if plan.has_loose else plan
-                began = time.perf_counter()
-                self._suspects.stepped(id(optimizer), plan.watched, scanned=self.turn.slow)
-                if self.turn.slow:
-                    self._scan_after_step(optimizer, plan)
-                scanned = time.perf_counter()
-                self._cost.slow += scanned - began
-                self._on_step(optimizer, _outcome(optimizer, self._stepping.scaler))
-                self._cost.rest += time.perf_counter() - scanned
-        finally:
-            _in_post_hooks.remove(self)
-            handle = self._step_handle
-            if handle is None or handle.id == next(reversed(_global_optimizer_post_hooks), None):
-                _remove_step_hooks()
+        if self._skipper is not None:
+            self._skipper.after(optimizer, args, kwargs)
+        if self._stepping.optimizer == id(optimizer) and self._handles:
+            self._stepping.optimizer = 0
+            self._ran = False
+            plan = self._stepping.plan
+            # Before a closure ran, its model may not have been known.
+            plan = (self._plan(optimizer) or plan) if plan.has_loose else plan
+            began = time.perf_counter()
+            self._suspects.stepped(id(optimizer), plan.watched, scanned=self.turn.slow)
+            if self.turn.slow:
+                self._scan_after_step(optimizer, plan)
+            scanned = time.perf_counter()
+            self._cost.slow += scanned - began
+            self._on_step(optimizer, _outcome(optimizer, self._stepping.scaler))
+            self._cost.rest += time.perf_counter() - scanned
 
     def _scan_after_step(self, optimizer: Optimizer, plan: _Plan) -> None:
         parameters = _parameters(optimizer)
@@ -848,25 +823,6 @@ class _Stepping(threading.local):
     plan: _Plan
     stepped = False
     scaler: GradScaler | None = None
-
-
-# torch walks over its dict of post hooks while one of ours runs, and an action may close monitors
-# there. So one of ours is the last in that dict, and what is closed leaves it when that has run.
-_step_handles: set[int] = set()  # by id
-_in_post_hooks: list[Hooks] = []
-_leaving: set[Hooks] = set()
-
-
-def _move_to_end(handle: RemovableHandle) -> None:
-    """Puts our hook behind those that a user registered later. No post hook runs now."""
-    hooks = cast("OrderedDict[int, Any]", _global_optimizer_post_hooks)
-    if next(reversed(hooks), None) not in _step_handles:
-        hooks.move_to_end(handle.id)
-
-
-def _remove_step_hooks() -> None:
-    while _leaving:
-        _leaving.pop().remove_step_hook()
 
 
 def _keywords_of_call() -> Any:

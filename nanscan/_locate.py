@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -32,7 +29,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from nanscan import _C, _patches
+from nanscan import _C, _patches, _steps
 from nanscan._blame import Blame, Kind, Taint
 from nanscan._diagnose_op import causes, refuted
 from nanscan._location import Direction, Location, Op, Operand
@@ -40,7 +37,7 @@ from nanscan._optrace import Event, OpTrace, Value
 from nanscan._save import load_saved
 from nanscan._scan import ScanResult
 from nanscan._sites import ModulePlace, Registry
-from nanscan._userframe import user_frame
+from nanscan._userframe import is_library, user_frame
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,6 +46,7 @@ _logger = logging.getLogger("nanscan")
 
 _MAX_EVENTS = 20_000  # of one step, before it is settled in parts
 _MAX_FORWARD = 100_000  # ops whose backward may still come
+_MAX_NAMES = 5  # in a message
 _UNLIKELY = 2  # suspicions to refute
 _COPY_SLICES = "torch::autograd::CopySlices"
 _SIMPLE = (int, float, bool, str, type(None))
@@ -63,9 +61,8 @@ _HOW: dict[Kind, str] = {
 
 
 _entered: weakref.WeakSet[Locating] = weakref.WeakSet()
-_eagerly = (
-    contextlib.ExitStack()
-)  # what torch compiled runs so, in all threads, while any search runs
+_behind: weakref.WeakSet[OpTrace] = weakref.WeakSet()
+_eagerly = contextlib.ExitStack()  # while one is entered, in whatever order they leave
 _entering = threading.Lock()
 
 
@@ -99,6 +96,9 @@ class Locating(_patches.Listener):
         self._is_after_backward = False
         self._stepped: weakref.ref[Optimizer] | None = None
         self._handles: list[Any] = []
+        self._ident = 0  # of the thread
+        self._is_suspended = False
+        self._in_inference = False  # when it was entered
 
     # -- entering and leaving --------------------------------------------------------------------
 
@@ -110,14 +110,15 @@ class Locating(_patches.Listener):
             register_module_forward_pre_hook(self._module_begins),
             register_module_forward_hook(self._module_ended, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ended),
         ]
+        _steps.listen(self._optimizer_ended, is_first=True)
         _patches.listen(self, self._backward_ended)
         with _entering:
             if not _entered:
                 _eagerly.enter_context(torch.compiler.set_stance("force_eager"))
             _entered.add(self)
-        self._trace.__enter__()  # type: ignore[no-untyped-call]
+        self._ident = threading.get_ident()
+        self._enter()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -128,24 +129,65 @@ class Locating(_patches.Listener):
             if not _entered:
                 _eagerly.close()
         _patches.forget(self)
+        _steps.forget(self._optimizer_ended)
         for handle in self._handles:
             handle.remove()
             _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one
         self._handles.clear()
         self.settle()
 
+    def suspend(self) -> None:
+        """Lets ops run as usual until `resume`: inference mode may end before that.
+
+        When it ends, torch forgets of a mode that was entered in it that it is there; and where one
+        that was entered before was left in it, torch calls modes of which none is there.
+        """
+        if not self._is_suspended and self._is_here() and self._can_leave():
+            self._leave()
+            self._is_suspended = True
+
+    def resume(self, *, is_new: bool) -> None:
+        """Undoes that.
+
+        Args:
+            is_new: this search began in the call of an outermost module that is about to run.
+        """
+        if self._is_suspended:
+            self._is_suspended = False
+            self._enter()
+        if is_new:
+            self._trace.thread.modules.append((None, False))
+
+    def _can_leave(self) -> bool:
+        in_inference = torch.is_inference_mode_enabled()
+        return not _is_guarded() and (self._in_inference or not in_inference)
+
+    def _enter(self) -> None:
+        clear_away()
+        self._in_inference = torch.is_inference_mode_enabled()
+        self._trace.__enter__()  # type: ignore[no-untyped-call]
+
     def _leave(self) -> None:
         """Leaves the stack of modes of this thread; one that the user entered may lie above."""
         above = []
-        stack = _get_current_dispatch_mode_stack()
-        if not any(mode is self._trace for mode in stack):  # it is another thread's
-            self._trace.is_idle = True
+        if self._is_suspended:
             return
+        if not (self._is_here() and self._can_leave()):  # it is another thread's, or stays for now
+            self._trace.is_idle = True
+            _behind.add(self._trace)
+            return
+        stack = _get_current_dispatch_mode_stack()
         while stack.pop() is not self._trace:
             above.append(_pop_mode())
         self._trace.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for mode in reversed(above):
             _push_mode(mode)
+
+    def _is_here(self) -> bool:
+        """Whether this thread is searched, or runs a backward of one that is."""
+        if self._is_suspended:
+            return threading.get_ident() == self._ident
+        return any(mode is self._trace for mode in _get_current_dispatch_mode_stack())
 
     def settle(self, *, is_end: bool = True) -> None:
         """Judges all that ran so far.
@@ -180,8 +222,9 @@ class Locating(_patches.Listener):
         self._trace.settle(_MAX_FORWARD)
         self._leaves = {k: ref for k, ref in self._leaves.items() if ref() is not None}
 
-    def silence(self) -> None:
+    def abandon(self) -> None:
         """Ops run as usual from now on."""
+        self._leave()
         self._trace.is_idle = True
 
     def returned(self, values: Any) -> None:
@@ -219,12 +262,8 @@ class Locating(_patches.Listener):
         else:
             self._blame.reached(*goal)
 
-    def _is_elsewhere(self) -> bool:
-        """Whether this thread is not the one that is searched: torch's hooks are for all."""
-        return not any(mode is self._trace for mode in _get_current_dispatch_mode_stack())
-
     def _backward_ended(self) -> None:
-        if not self._is_elsewhere():
+        if self._is_here():
             self._gradients_reached()
 
     def _gradients_reached(self) -> None:
@@ -237,7 +276,7 @@ class Locating(_patches.Listener):
                     self._reached(leaf.grad, f"the gradient of {name}")
 
     def _module_begins(self, module: nn.Module, _args: Any) -> None:
-        if self._is_elsewhere():
+        if not self._is_here():
             return
         modules = self._trace.thread.modules
         if not modules and self._is_after_backward and not OpTrace.is_in_backward():
@@ -254,7 +293,7 @@ class Locating(_patches.Listener):
     ) -> None:
         """Is also called, without an output, where a module raised: a checkpoint stops so."""
         modules = self._trace.thread.modules
-        if modules and not self._is_elsewhere():
+        if modules and self._is_here():
             _, recomputed = modules.pop()
             if not modules and not recomputed:
                 self._reached(output, "what the model returned")
@@ -262,14 +301,15 @@ class Locating(_patches.Listener):
                     self.settle()
 
     def _optimizer_begins(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_elsewhere():
+        if not self._is_here():
             return
+        _steps.move_to_end()
         frame = user_frame(sys._getframe(1))  # noqa: SLF001 - where inspect is too slow
         closure = getattr(kwargs.get("closure", args[-1] if args else None), "__code__", None)
         self._trace.thread.optimizer = None if frame is None else frame.f_code, closure
 
     def _optimizer_ended(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._is_elsewhere():
+        if not self._is_here():
             return
         self._trace.thread.optimizer = None
         self._is_after_backward = False
@@ -282,7 +322,7 @@ class Locating(_patches.Listener):
 
     def backward_begins(self, tensors: Any) -> None:
         """The loss counts."""
-        if self._is_elsewhere():
+        if not self._is_here():
             return
         self._reached(tensors, "the loss")
         self._is_after_backward = True
@@ -399,10 +439,38 @@ class Locating(_patches.Listener):
         return ""
 
 
+def _is_guarded() -> bool:
+    """Whether torch will put back what modes it calls: after a backward, or a compiled call."""
+    if OpTrace.is_in_backward():
+        return True
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and is_library(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def clear_away() -> None:
+    """Takes modes off this thread's stack that could not leave it when their search ended."""
+    if not _behind or torch.is_inference_mode_enabled() or _is_guarded():
+        return
+    stack = _get_current_dispatch_mode_stack()
+    while stack and isinstance(trace := stack.pop(), OpTrace) and trace in _behind:
+        trace.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _behind.discard(trace)
+
+
+def can_search() -> bool:
+    """Whether a search may begin in this thread: no mode is there that may leave before it."""
+    clear_away()
+    return not _is_guarded() and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001
+
+
 def _after_fork() -> None:
     """A worker of a DataLoader is no part of the search."""
     for search in _entered:
-        search.silence()
+        search.abandon()
 
 
 if hasattr(os, "register_at_fork"):
@@ -477,7 +545,13 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Location | None
     Synchronization: none an op; at the end of each optimizer step and of `fn` it waits for scans.
         A CUDA graph must not be recorded meanwhile.
     """
-    with locating() as search:
+    return _run(Locating(), fn, args, kwargs)
+
+
+def _run(
+    search: Locating, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Location | None:
+    with search:
         try:
             search.returned(fn(*args, **kwargs))
         except Exception:
@@ -516,6 +590,11 @@ def replay(
     for what, note in saved.notes.items():
         _logger.warning("nanscan: of the saved step, %s is %s", what or "the call", note)
     if saved.state_dict is not None:
+        if differing := saved.differing(model):
+            raise RuntimeError(
+                f"nanscan: the model is not like the one that was saved in {path}: only one of "
+                f"them has {', '.join(differing[:_MAX_NAMES])}"
+            )
         model.load_state_dict(saved.state_dict, strict=False)
     for name, module in model.named_modules():
         module.training = saved.training.get(name, module.training)
@@ -523,6 +602,7 @@ def replay(
     with contextlib.ExitStack() as contexts:
         for kind, dtype in saved.autocast.items():
             contexts.enter_context(torch.autocast(kind, dtype=dtype))
+        search = Locating(step=saved.step)
         if step_fn is None:
-            return locate(model, *saved.args, **saved.kwargs)
-        return locate(step_fn, model, *saved.args, **saved.kwargs)
+            return _run(search, model, saved.args, saved.kwargs)
+        return _run(search, step_fn, (model, *saved.args), saved.kwargs)

@@ -92,7 +92,7 @@ class Monitor:
             kinds,
             on_sweep=self._parameters_swept,
             on_spoiled=self._parameters_spoiled,
-            on_start=self._call_starts,
+            on_start=self._call_starts if not locate else self._forward_starts,
             on_forward=self._forward_ended,
             on_backward=self._backward_seen,
             on_step=self._optimizer_stepped,
@@ -384,6 +384,10 @@ class Monitor:
             self._hooks.scan_parameters()
             if not self._manual:
                 self._end_step(None)
+
+    def _forward_starts(self) -> None:
+        if self._drill is not None:
+            self._drill.call_starts(self._step, self._call_starts)
 
     def _may_be_bad(self) -> bool:
         """Whether a row went bad since the last judgement, as far as the host can know."""
@@ -681,10 +685,10 @@ def enable(  # noqa: PLR0913 - options by name
             happens.
         locate: "next": after a fault the next steps run op by op, as `nanscan.locate` does it,
             until the op is known that makes the bad values, at most 16; then the monitor is as
-            cheap as before. The finding gets its `location` and is acted on once more, though
-            never by raising. Where the fault left nothing to be seen (its optimizer's step spoiled
-            the parameters), the finding says so, and how to replay it. Not in steps that begin
-            within a TorchDispatchMode of the user's.
+            cheap as before. After 64 such steps, only one step in 50 is spent so. The finding gets
+            its `location` and is acted on once more, though never by raising. Where the fault left
+            nothing to be seen (its optimizer's step spoiled the parameters), the finding says so,
+            and how to replay it. Not in steps that begin within a TorchDispatchMode of the user's.
 
     Returns:
         The monitor; `close` it or call `disable`.
@@ -696,7 +700,8 @@ def enable(  # noqa: PLR0913 - options by name
     Synchronization: none, in hooks either, with these exceptions. Under `skip_step`, gradients on
         the CPU need none, and on CUDA devices a fused Adam, AdamW, Adagrad or SGD none from the
         second step on: it gets `found_inf`, computed on the device. All others wait once a step
-        for their gradients. Writing a step under `save` waits for what it writes.
+        for their gradients. Writing a step under `save` waits for what it writes, and a step that
+        is searched under `locate` for its scans, when it ends.
     """
     wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
     _check_target(model, wanted, action)

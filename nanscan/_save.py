@@ -391,6 +391,20 @@ class Saved:
             if index < devices:
                 torch.cuda.set_rng_state(state.cpu(), index)
 
+    def differing(self, model: nn.Module) -> list[str]:
+        """Names of parameters and buffers by which a model cannot be the one that was saved.
+
+        A buffer may come into being in a forward only.
+        """
+        state = self.state_dict or {}
+        parameters, others = set(), set()
+        for prefix, child in model.named_modules(remove_duplicate=False):
+            stem = f"{prefix}." if prefix else ""
+            others |= {stem + name for name in (*child._parameters, *child._buffers)}  # noqa: SLF001
+            parameters |= {stem + k for k, x in child._parameters.items() if x is not None}  # noqa: SLF001
+        missing = {x for x in parameters - state.keys() if f"state_dict[{x!r}]" not in self.notes}
+        return sorted(missing | (state.keys() - others))
+
 
 def load_saved(path: str | os.PathLike[str], map_location: Any = None) -> Saved:
     """Reads what `enable(..., save=folder)` wrote about a bad step.

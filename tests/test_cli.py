@@ -157,6 +157,17 @@ def test_locate_of_a_clean_script(script):
     assert "no op made a non-finite value" in done.stderr
 
 
+def test_locate_of_a_script_that_ends_in_sys_exit(script):
+    """As in `sys.exit(main())`."""
+    made = "import sys, torch; x = torch.zeros(2).log(); x - x; "
+    done = run("locate", str(script(made + "sys.exit(0)")))
+    assert done.returncode == 1
+    assert "nanscan: aten.log.default made" in done.stderr
+    done = run("locate", str(script("import sys, torch; torch.ones(2).log(); sys.exit(0)")))
+    assert done.returncode == 0
+    assert "no op made a non-finite value" in done.stderr
+
+
 def test_locate_leaves_the_scripts_own_exit_status_and_errors(script):
     assert run("locate", str(script("raise SystemExit(7)"))).returncode == 7
     done = run("locate", str(script(CRASHING)))

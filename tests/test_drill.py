@@ -1,12 +1,13 @@
 """enable(locate="next"): after a finding, the next steps are searched op by op; and replays."""
 
 import gc
+import threading
 import warnings
 import weakref
 
 import pytest
 import torch
-from models import line_of, no_trace
+from models import hook_dicts, line_of, no_trace
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
@@ -90,6 +91,7 @@ def test_poisoned_weights_want_a_replay(model, tmp_path):
 
     location = nanscan.replay(saved, model, step_fn)
     assert (location.op, location.line, location.verdict) == ("aten.log.default", LINE, "origin")
+    assert location.step == 3
     assert torch.isfinite(model.a.weight).all()  # as it was in that step
 
 
@@ -227,3 +229,131 @@ def test_unknown_ways_are_refused(model):
 def test_a_replay_of_nothing(model, tmp_path):
     with pytest.raises(FileNotFoundError):
         nanscan.replay(tmp_path, model)
+
+
+@pytest.mark.parametrize("is_global_first", [False, True])
+def test_two_monitors_search_one_after_the_other(model, is_global_first):
+    targets = [None, model] if is_global_first else [model, None]
+    options = {"locate": "next", "skip_step": True, "action": lambda _: None}
+    with no_trace():
+        monitors = [nanscan.enable(target, **options) for target in targets]
+        run(model, 40, bad_from=3)
+        assert _len_torch_dispatch_stack() == 0
+        ops = [monitor.findings[0].location.op for monitor in monitors]
+    assert ops == ["aten.log.default"] * 2
+
+
+@pytest.mark.parametrize("when", [1, 2])  # when it is found, and when it is located
+def test_an_action_may_close_the_monitor(model, when):
+    told = []
+
+    def action(finding):
+        told.append(finding)
+        if len(told) == when:
+            monitor.close()
+
+    with no_trace():
+        monitor = nanscan.enable(model, locate="next", skip_step=True, action=action)
+        run(model, 8, bad_from=3)
+    assert len(told) == when
+    assert _len_torch_dispatch_stack() == 0
+
+
+def test_a_search_does_not_end_with_its_thread(model):
+    with nanscan.watch(model, locate="next", skip_step=True, action=lambda _: None) as monitor:
+        thread = threading.Thread(target=run, args=(model, 4), kwargs={"bad_from": 3})
+        thread.start()
+        thread.join()
+        run(model, 4, bad_from=0)
+    assert monitor.findings[0].location.op == "aten.log.default"
+
+
+def test_other_threads_are_none_of_its_business(model):
+    other = Logs()
+    other.eps = 0.0
+
+    def infer():
+        with torch.no_grad():
+            other(torch.randn(8, 4))
+
+    with nanscan.watch(model, locate="next", skip_step=True, action=lambda _: None) as monitor:
+        run(model, 4, bad_from=3)
+        thread = threading.Thread(target=infer)
+        thread.start()
+        thread.join()
+        run(model, 1, bad_from=1)
+    assert monitor.findings[0].location is None
+
+
+@pytest.mark.parametrize("target", ["model", "global"])
+def test_inference_mode_that_a_step_enters_and_leaves(model, target):
+    model.eps = 0.0
+    torch.manual_seed(0)
+    with nanscan.watch(
+        model if target == "model" else None, locate="next", action=lambda _: None
+    ) as monitor:
+        for _ in range(3):
+            with torch.inference_mode():
+                model(torch.randn(8, 4))
+            assert _len_torch_dispatch_stack() == 0
+    location = monitor.findings[0].location
+    assert (location.op, location.line) == ("aten.log.default", LINE)
+    assert location.reached == "what the model returned"
+
+
+def test_a_search_that_is_over_amid_inference_mode(model):
+    model.eps = 0.0
+    with nanscan.watch(model, locate="next", action=lambda _: None) as monitor:
+        with torch.no_grad():
+            model(torch.randn(8, 4))
+        with torch.inference_mode():
+            model(torch.randn(8, 4))
+        assert monitor.findings[0].location is not None
+        assert torch.randn(2).isfinite().all()  # it raised, of a mode that was not there
+        with torch.no_grad():
+            model(torch.randn(8, 4))
+        assert _len_torch_dispatch_stack() == 0
+
+
+def test_optimizers_that_step_in_a_backward(model):
+    optimizers = {p: torch.optim.SGD([p], 0.01) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with nanscan.watch(model, locate="next", skip_step=True, action=lambda _: None) as monitor:
+        for number in range(8):
+            model.eps = 0.0 if number >= 3 else 1e-3
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+        assert _len_torch_dispatch_stack() == 0
+    assert monitor.findings[0].location.op == "aten.log.default"
+
+
+def test_searches_take_a_bounded_share_of_the_steps(model):
+    searched = 0
+    with nanscan.watch(model, locate="next", skip_step=True, action=lambda _: None):
+        for step in range(300):
+            for _ in train(model, 1, bad_from=step % 20):
+                pass
+            searched += _len_torch_dispatch_stack()
+    assert 60 < searched < 90
+
+
+def test_a_replay_with_another_model_is_refused(model, tmp_path):
+    with nanscan.watch(model, save=tmp_path, action=lambda _: None):
+        run(model, 5, bad_from=3)
+    with pytest.raises(RuntimeError, match=r"only one of them has 0\.bias"):
+        nanscan.replay(tmp_path / "step-3-rank-0", nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_a_run_without_faults_is_not_touched(model):
+    def hooks(**options):
+        with nanscan.watch(model, **options):
+            run(model, 3, bad_from=9)
+            assert _len_torch_dispatch_stack() == 0
+            return {key: len(value) for key, value in hook_dicts(model).items()}
+
+    assert hooks(locate="next") == hooks()
