@@ -282,7 +282,10 @@ Status Table::scan_or_throw(PyObject* tensor, int index) {
 }
 
 void Table::scan_on_host(const TensorView& view, int index) {
-  const ScanTotals totals = scan_host(view, /*moments=*/false);
+  fold(view, index, scan_host(view, /*moments=*/false));
+}
+
+void Table::fold(const TensorView& view, int index, const ScanTotals& totals) {
   latest_device_ = -1;
   Row& target = row(index);
   if (target.ticket == 0) describe(contexts_[index], view);
@@ -348,6 +351,8 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
                       std::vector<std::pair<int, int>>& refused) {
   constexpr size_t kAtOnce = cuda::kManyTensors;
   if (++last_batch_ == 0) ++last_batch_;
+  HostBatch on_host;
+  on_host.views.reserve(std::min(tensors.size(), HostBatch::kMost));
   std::vector<std::pair<TensorView, int>> waiting;  // of one device
   const auto flush = [&] {
     if (waiting.empty()) return;
@@ -371,7 +376,9 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
     if (status != kOk) {
       refused.emplace_back(static_cast<int>(i), status);
     } else if (view.device.type == dlpack::kCPU) {
-      scan_on_host(view, index);
+      note_visit(index);
+      on_host.add(view, index);
+      if (on_host.is_full()) fold_all(on_host);
     } else if (view.elements == 0) {
       scan_on_device(view, index);
     } else {
@@ -383,6 +390,19 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
     }
   }
   flush();
+  fold_all(on_host);
+}
+
+void Table::fold_all(HostBatch& batch) {
+  std::vector<ScanTotals> totals(batch.views.size());
+  if (batch.bytes < cpu::kParallelBytes) {
+    cpu::scan_many(batch.views, /*moments=*/false, totals.data());
+  } else {
+    const ReleaseGil release;
+    cpu::scan_many(batch.views, /*moments=*/false, totals.data());
+  }
+  for (size_t i = 0; i < totals.size(); ++i) fold(batch.views[i], batch.rows[i], totals[i]);
+  batch.clear();
 }
 
 void Table::merge(int index, const Row& scan, DType dtype, bool is_complex,

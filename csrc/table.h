@@ -98,6 +98,27 @@ class Arrival {
   std::vector<uint64_t> graph_order_;  // empty: no CUDA graph writes into these rows
 };
 
+// Tensors in host memory that are to be scanned together. Bounded: a view is a kilobyte.
+struct HostBatch {
+  static constexpr size_t kMost = 128;
+
+  std::vector<TensorView> views;
+  std::vector<int> rows;
+  uint64_t bytes = 0;
+
+  void add(const TensorView& view, int row) {
+    views.push_back(view);
+    rows.push_back(row);
+    bytes += view.elements * item_size(view.dtype);
+  }
+  bool is_full() const { return views.size() == kMost; }
+  void clear() {
+    views.clear();
+    rows.clear();
+    bytes = 0;
+  }
+};
+
 class Table {
  public:
   // near_limit: share of a dtype's largest value from which a finite value makes a row notable.
@@ -168,6 +189,8 @@ class Table {
   void note_device_scan(const TensorView& view, int index, uint32_t batch);
   Status scan_or_throw(PyObject* tensor, int index);
   void scan_on_host(const TensorView& view, int index);
+  void fold(const TensorView& view, int index, const ScanTotals& totals);
+  void fold_all(HostBatch& batch);
   Status scan_on_device(const TensorView& view, int index);
   std::unique_ptr<Arrival> send(bool reset);
 

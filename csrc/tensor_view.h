@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "dlpack_abi.h"
@@ -33,6 +34,16 @@ struct Dims {
   int count = 0;
   int64_t size[kMaxDims];
   int64_t stride[kMaxDims];  // in elements of the real format
+
+  // Only what is used: the whole is a kilobyte.
+  Dims() {}
+  Dims(const Dims& other) { *this = other; }
+  Dims& operator=(const Dims& other) {
+    count = other.count;
+    std::copy_n(other.size, count, size);
+    std::copy_n(other.stride, count, stride);
+    return *this;
+  }
 };
 
 struct TensorView {

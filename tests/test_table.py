@@ -204,6 +204,32 @@ def test_scan_many(table):
     assert table.scan_many([], []) == []
 
 
+@pytest.mark.host_only(reason="tensors of one launch have tickets of their own")
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_scan_many_is_a_scan_of_each_in_turn(num_threads, threads):
+    """More tensors than go together, of all sizes, with bad values here and there, by turns."""
+    num_threads(threads)
+    torch.manual_seed(0)
+    sizes = [0, 1, 7, 500_000, 3, 700_000, 4096, 100_000] * 20
+    tensors = [torch.randn(n) for n in sizes]
+    for i in range(0, len(tensors), 11):
+        if sizes[i]:
+            tensors[i][sizes[i] // 2] = (NAN, INF, -INF)[i % 3]
+    tensors[5] = torch.randn(1000, 700).t()[::2]
+    tensors[6] = torch.randn(64, 1).expand(64, 900_000)
+    rows = [i % 150 for i in range(len(tensors))]  # some come twice
+    together, in_turn = _C.Table(), _C.Table()
+    for _ in range(150):
+        together.add_row()
+        in_turn.add_row()
+    assert together.scan_many(tensors, rows) == []
+    for tensor, row in zip(tensors, rows, strict=True):
+        assert in_turn.scan(tensor, row) == 0
+    ours, theirs = take_snapshot(together), take_snapshot(in_turn)
+    assert ours.rows.tobytes() == theirs.rows.tobytes()
+    assert ours.order.tolist() == theirs.order.tolist()
+
+
 def refusals():
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)

@@ -245,6 +245,40 @@ ScanTotals scan(const TensorView& view, bool moments) {
   return result;
 }
 
+void scan_many(const std::vector<TensorView>& views, bool moments, ScanTotals* totals) {
+  struct Small {
+    const std::vector<TensorView>& views;
+    bool moments;
+    ScanTotals* totals;
+    std::vector<size_t> index;
+    std::vector<int64_t> begin;  // where each would be if they lay end to end
+    int64_t bytes = 0;
+
+    // A tensor belongs to the thread in whose range it begins.
+    static void run(int64_t begin, int64_t end, void* self) {
+      const Small& small = *static_cast<Small*>(self);
+      const auto first = std::lower_bound(small.begin.begin(), small.begin.end(), begin);
+      for (auto i = static_cast<size_t>(first - small.begin.begin());
+           i < small.index.size() && small.begin[i] < end; ++i)
+        small.totals[small.index[i]] = scan(small.views[small.index[i]], small.moments);
+    }
+  } small{views, moments, totals, {}, {}};
+  for (size_t i = 0; i < views.size(); ++i) {
+    const uint64_t bytes = views[i].elements * item_size(views[i].dtype);
+    if (bytes >= kParallelBytes) {
+      totals[i] = scan(views[i], moments);
+      continue;
+    }
+    small.index.push_back(i);
+    small.begin.push_back(small.bytes);
+    small.bytes += static_cast<int64_t>(std::max(bytes, uint64_t{1}));
+  }
+  if (static_cast<uint64_t>(small.bytes) < kParallelBytes)
+    Small::run(0, small.bytes, &small);
+  else
+    parallel_for(small.bytes, kGrainBytes, Small::run, &small);
+}
+
 uint64_t first_nonfinite(const TensorView& view) {
   if (view.elements == 0) return 0;
   // A view of one row-major run, so that the search of a flat tensor is one run too.

@@ -18,6 +18,9 @@ constexpr uint64_t kParallelBytes = uint64_t{2} << 20;
 
 ScanTotals scan(const TensorView& view, bool moments);
 
+// The same of each view. Threads share out small tensors, and each large one, by bytes.
+void scan_many(const std::vector<TensorView>& views, bool moments, ScanTotals* totals);
+
 // Row-major index of the first non-finite element, in elements of the real format; the number of
 // elements if all are finite. Stops at the first.
 uint64_t first_nonfinite(const TensorView& view);
