@@ -26,7 +26,7 @@ uint64_t to_bits(double value) {
 
 // Scans with the GIL released when the tensor is large. The caller's reference keeps it alive.
 ScanTotals scan_host(const TensorView& view, bool moments) {
-  if (view.elements * item_size(view.dtype) < cpu::kParallelBytes) return cpu::scan(view, moments);
+  if (view.elements * item_size(view.dtype) < cpu::kLongBytes) return cpu::scan(view, moments);
   const ReleaseGil release;
   return cpu::scan(view, moments);
 }
@@ -395,7 +395,7 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
 
 void Table::fold_all(HostBatch& batch) {
   std::vector<ScanTotals> totals(batch.views.size());
-  if (batch.bytes < cpu::kParallelBytes) {
+  if (batch.bytes < cpu::kLongBytes) {
     cpu::scan_many(batch.views, /*moments=*/false, totals.data());
   } else {
     const ReleaseGil release;

@@ -20,8 +20,8 @@ extern const Variant kVariant_generic;
 
 namespace {
 
-constexpr int64_t kGrainBytes = 512 << 10;  // least work of a thread
-constexpr size_t kStage = 4096;             // bytes of L1 in which scattered elements are gathered
+constexpr int64_t kGrainBytes = 64 << 10;  // least work of a thread
+constexpr size_t kStage = 4096;            // bytes of L1 in which scattered elements are gathered
 
 std::vector<const Variant*> usable_variants() {
 #if defined(__x86_64__)

@@ -12,9 +12,13 @@
 
 namespace nanscan::cpu {
 
-// From this size on a scan is shared out to torch's intra-op threads, and callers release the GIL:
-// below it, waking a thread costs more than it saves.
-constexpr uint64_t kParallelBytes = uint64_t{2} << 20;
+// From this size on callers release the GIL.
+constexpr uint64_t kLongBytes = uint64_t{2} << 20;
+
+// From this size on a scan is shared out to torch's intra-op threads. Waking them may take longer
+// than they save here, but torch's own operators share out from 128 KB on: what they wrote lies in
+// the caches of several cores, and the next operator is slower if one core has read it all.
+constexpr uint64_t kParallelBytes = uint64_t{256} << 10;
 
 ScanTotals scan(const TensorView& view, bool moments);
 
