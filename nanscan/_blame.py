@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from nanscan import _C
-from nanscan._optrace import Event, Value, counts_of
+from nanscan._opvalues import Event, Value, counts_of
 from nanscan._scan import scan_anywhere
 
 _COUNTS = struct.Struct("<3Q")

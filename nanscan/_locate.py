@@ -33,7 +33,8 @@ from nanscan import _C, _patches, _steps
 from nanscan._blame import Blame, Kind, Taint
 from nanscan._diagnose_op import causes, refuted
 from nanscan._location import Direction, Location, Op, Operand
-from nanscan._optrace import Event, OpTrace, Value
+from nanscan._optrace import OpTrace
+from nanscan._opvalues import Event, Value
 from nanscan._save import load_saved
 from nanscan._scan import ScanResult
 from nanscan._sites import ModulePlace, Registry
@@ -238,7 +239,7 @@ class Locating(_patches.Listener):
 
     def _ran(self, event: Event, operands: list[torch.Tensor]) -> None:
         self._events.append(event)
-        for tensor in operands:
+        for tensor in operands if event.node is None else ():
             if tensor.requires_grad and tensor.is_leaf:
                 self._leaves.setdefault(id(tensor), weakref.ref(tensor))
         if self._waiting or any(isinstance(v.row, _C.PendingScan) for v in event.results):

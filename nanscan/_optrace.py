@@ -6,27 +6,23 @@ identity and version. What the rows say is judged in _blame.py.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscan import _C
-from nanscan._scan import Record, scan_anywhere
+from nanscan._opinfo import OpInfo
+from nanscan._opvalues import Event, Value, scan_of, shape_of, storage_of
 from nanscan._sites import ModulePlace
-from nanscan._tensors import Unscannable, plain_parts
 from nanscan._userframe import is_called_by, user_frame, user_frame_in_backward
 
-_scan_once = _C.scan_once
 _node = torch._C._current_autograd_node  # noqa: SLF001 - no public spelling
 _sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - no public spelling
 _SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # by which autograd sums gradients
@@ -36,280 +32,9 @@ _ZEROS = "aten._efficientzerotensor.default"
 _ZERO_AWARE = ("aten.mul.Tensor", "aten.div.Tensor")
 _DETACH = "aten.detach.default"  # of x.detach() and x.data
 _LEAF = "torch::autograd::AccumulateGrad"
-_CLEAN = bytes(24)  # the counts of a finite row
-_COUNTS = slice(8, 32)
-
-# Ops whose result is memory as it was found, and ops that write into an argument without reading
-# it: into all of it, or into parts.
-_EMPTY = frozenset(
-    [
-        "empty",
-        "new_empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty_strided",
-        "empty_permuted",
-        "resize_",
-        "resize",
-    ]
-)
-_OVERWRITE = frozenset(
-    [
-        "copy_",
-        "fill_",
-        "zero_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-        "eye_",
-        "set_",
-        "_foreach_copy_",
-        "_foreach_zero_",
-    ]
-)
-_FILL = frozenset(
-    [
-        "index_put_",
-        "_index_put_impl_",
-        "_unsafe_index_put_",
-        "index_copy_",
-        "index_fill_",
-        "scatter_",
-        "masked_fill_",
-        "masked_scatter_",
-        "put_",
-    ]
-)
-# batch_norm changes its running statistics, and its schema does not say so.
-_UNDECLARED = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
-# Communication goes on behind the op: what it receives is read when somebody reads it.
-_LATE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_MAX_ARGUMENTS = 32  # of an op without a schema
-_WAIT = "wait_tensor"
-_IGNORED = ("profiler",)
 
 _infos: dict[int, OpInfo] = {}  # by id(op); ops live as long as the process
-
-
-class OpInfo:
-    """What an op's schema says of it."""
-
-    __slots__ = (
-        "arguments",
-        "defaults",
-        "empty",
-        "fills",
-        "ignored",
-        "is_view",
-        "late",
-        "name",
-        "overwrites",
-        "written",
-    )
-
-    def __init__(self, func: Any) -> None:
-        if isinstance(func, HigherOrderOperator):  # such as flex_attention: it has no schema
-            self._init_without_schema(func)
-            return
-        schema = func._schema  # noqa: SLF001 - no public spelling
-        namespace, _, base = schema.name.partition("::")
-        self.name = f"{namespace}.{base}.{schema.overload_name or 'default'}"
-        self.arguments = [argument.name for argument in schema.arguments]
-        self.defaults = {
-            argument.name: argument.default_value
-            for argument in schema.arguments
-            if argument.has_default_value()
-        }
-        written = {
-            i
-            for i, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        }
-        written |= set(_UNDECLARED.get(base, ()))
-        self.late = namespace in _LATE and base != _WAIT
-        if namespace == "c10d" and base != "send":  # whose schemas do not say so
-            written |= {i for i, name in enumerate(self.arguments) if not name.startswith("input")}
-        self.written = frozenset(self.arguments[i] for i in written)
-        outs = frozenset(a.name for a in schema.arguments if a.is_out)
-        self.is_view = bool(getattr(func, "is_view", False)) and not written
-        self.empty = base in _EMPTY
-        self.ignored = namespace in _IGNORED
-        self.overwrites = self.written if base in _OVERWRITE else outs
-        self.fills = self.written if base in _FILL or self.late else frozenset()
-        if base == _WAIT:
-            self.fills = frozenset(self.arguments)
-
-    def _init_without_schema(self, func: HigherOrderOperator) -> None:
-        self.name = f"{func.namespace}.{func.name()}"  # type: ignore[no-untyped-call]
-        self.arguments = [f"args[{i}]" for i in range(_MAX_ARGUMENTS)]
-        self.defaults = {}
-        self.written = self.overwrites = self.fills = frozenset[str]()
-        self.is_view = self.empty = self.late = self.ignored = False
-
-
-def counts_of(row: Record) -> bytes:
-    """Counts of NaN, +Inf and -Inf in a row."""
-    return (row if isinstance(row, bytes) else row.tobytes())[_COUNTS]
-
-
-class Value:
-    """What a tensor held, from one write of it to the next.
-
-    Attributes:
-        ref: the tensor, weakly.
-        address: of its data.
-        versions: of it, while this holds; several, as torch counts a write after the op is over.
-        row: a scan, done or under way; None: not floating point, or not scanned.
-        moments: a second scan, with moments.
-        maker: the op that made it; None: it came from outside, or was written through a view.
-        raw: the op whose uninitialised memory it may be.
-        taint: why it is not finite; None: it is, or nobody asked.
-        base: what it is a view of.
-        via: what a view of it held last that was not finite, when it was written through that.
-        number: of the op at which this was noted.
-        is_apart: it may be the `data` of a tensor, or a view of that: a write of it counts no
-            version of that tensor.
-        is_consumed: an op took it, and returned floating-point values.
-        is_rewritten: it was written through another view, or by code that is not seen.
-    """
-
-    __slots__ = (
-        "address",
-        "base",
-        "dtype",
-        "is_apart",
-        "is_consumed",
-        "is_rewritten",
-        "maker",
-        "moments",
-        "number",
-        "raw",
-        "ref",
-        "row",
-        "shape",
-        "taint",
-        "versions",
-        "via",
-    )
-
-    def __init__(self, tensor: torch.Tensor, maker: Event | None, row: Any, number: int) -> None:
-        self.ref = weakref.ref(tensor)
-        version, self.address = _state(tensor)
-        self.versions: tuple[int, ...] = (version, version)
-        self.row: Record | _C.PendingScan | None = row
-        # On a device every scan takes moments: later the tensor may be gone.
-        self.moments: Record | _C.PendingScan | None = None if row.__class__ is bytes else row
-        self.maker = maker
-        self.raw: Event | None = None
-        self.taint: Any = None
-        self.base: Value | None = None
-        self.via: Value | None = None
-        self.number = number
-        self.is_apart = False
-        self.is_rewritten = False
-        self.is_consumed = False
-        self.dtype, self.shape = tensor.dtype, _shape(tensor)
-
-    @property
-    def counts(self) -> bytes:
-        """Counts of NaN, +Inf and -Inf. Waits for the scan."""
-        row = self.row
-        if row is None:
-            return _CLEAN
-        if isinstance(row, _C.PendingScan):
-            row = self.row = row.wait()
-        return counts_of(row)
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether it is uninitialised memory that nobody read yet."""
-        return self.raw is not None and self.row is None
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether it holds a non-finite value. Waits for the scan."""
-        return self.counts != _CLEAN
-
-
-class Event:
-    """One op that ran, and where.
-
-    Attributes:
-        number: position in the order of execution.
-        operands: (argument's name, value before the op ran).
-        results: values after it.
-        settings: its other arguments, those that were given, by name.
-        code: of the user's line; None: not known.
-        line: its number.
-        place: the innermost module that was running.
-        node: name and sequence number of the autograd node that ran it.
-        recomputed: it repeats a forward, for a checkpoint.
-        in_optimizer: an optimizer ran it.
-        outputs: gradients that the node returned; None: it does not run in one, or after it.
-    """
-
-    __slots__ = (
-        "code",
-        "in_optimizer",
-        "info",
-        "line",
-        "node",
-        "number",
-        "operands",
-        "outputs",
-        "place",
-        "recomputed",
-        "results",
-        "settings",
-        "step",
-        "thread",
-    )
-
-    def __init__(self, number: int, step: int, info: OpInfo) -> None:
-        self.number = number
-        self.step = step
-        self.info = info
-        self.operands: list[tuple[str, Value]] = []
-        self.results: list[Value] = []
-        self.settings: dict[str, Any] = {}
-        self.code: CodeType | None = None
-        self.line = 0
-        self.place: ModulePlace | None = None
-        self.node: tuple[str, int] | None = None
-        self.thread = 0
-        self.recomputed = False
-        self.in_optimizer = False
-        self.outputs: list[Value | None] | None = None
-
-
-def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Version and address of a tensor: what changes when it is written, or given other memory."""
-    try:
-        return tensor._version, tensor.data_ptr()  # noqa: SLF001 - no public spelling
-    except RuntimeError:  # an inference tensor, a sparse one, ...: it is scanned at every read
-        return -1, 0
-
-
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor._is_zerotensor() else tensor  # noqa: SLF001 - as above
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Address of the memory that a tensor is a view of; 0 where it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a nested tensor only that of its memory is a shape."""
-    return tensor.values().shape if tensor.is_nested else tensor.shape
+_NUMBERS = (int, float, torch.SymInt)
 
 
 class _Thread(threading.local):
@@ -399,15 +124,17 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def value(self, tensor: torch.Tensor) -> Value | None:
         """What a tensor holds; None: it is not known, or was changed without our knowing."""
         value = self._values.get(id(tensor))
-        if value is not None and value.ref() is tensor:
-            version, address = _state(tensor)
-            if version in value.versions and address == value.address and version >= 0:
-                return None if self._is_outdated(value, tensor) else value
-        return None
+        if value is None or value.ref() is not tensor:
+            return None
+        try:
+            is_same = tensor._version in value.versions and tensor.data_ptr() == value.address  # noqa: SLF001
+        except RuntimeError:  # as in state_of
+            return None
+        return None if not is_same or self._is_outdated(value, tensor) else value
 
     def _is_outdated(self, value: Value, tensor: torch.Tensor) -> bool:
         """Whether its memory was written in a way that counts no version."""
-        return bool(self._written) and value.number < self._written.get(_storage(tensor), 0)
+        return bool(self._written) and value.number < self._written.get(storage_of(tensor), 0)
 
     def read(self, tensor: torch.Tensor) -> Value:
         """What a tensor holds. Scans it if that is not known."""
@@ -415,7 +142,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value is not None and not value.is_unread:
             return value
         old = self._values.get(id(tensor))
-        value = self._values[id(tensor)] = Value(tensor, None, _scan(tensor), self.count)
+        value = self._values[id(tensor)] = Value(tensor, None, scan_of(tensor), self.count)
         if old is not None and old.ref() is tensor:
             value.raw, value.base, value.is_apart = old.raw, old.base, old.is_apart
             if old.is_unread and value.versions[0] in old.versions:
@@ -433,7 +160,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._values.get(id(tensor))
         is_apart = known is None or known.ref() is not tensor or known.is_apart or info.late
         if is_apart or self._written:
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             if is_apart or storage in self._written:
                 self._written[storage] = self.count
 
@@ -475,7 +202,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, tensor in written:
             event.results.append(self._rewritten(event, info, argument, tensor))
         for x in (out,) if isinstance(out, torch.Tensor) else _flat(out):
-            if any(x is tensor for _, tensor in written):
+            if written and any(x is tensor for _, tensor in written):
                 continue
             value = self.value(x)
             if value is None:
@@ -490,7 +217,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = Value(tensor, event, None, event.number)
             value.raw = event if info.late else raw
         else:
-            value = Value(tensor, event, None if info.empty else _scan(tensor), event.number)
+            value = Value(tensor, event, None if info.empty else scan_of(tensor), event.number)
             value.raw = event if info.empty else None
         if old is not None and old.ref() is tensor and old.base is not None:
             value.base, value.is_apart = old.base, old.is_apart
@@ -507,15 +234,15 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value.raw = event
         elif info.is_view and event.operands:
             base = event.operands[0][1]
-            is_whole = math.prod(_shape(x)) == math.prod(base.shape)
-            row = base.row if is_whole or base.is_unread else _scan(x)
+            is_whole = shape_of(x).numel() == base.shape.numel()
+            row = base.row if is_whole or base.is_unread else scan_of(x)
             value = Value(x, base.maker, row, event.number)
             value.raw, value.taint, value.is_rewritten = base.raw, base.taint, base.is_rewritten
             value.base = base.base or base
             value.is_apart = base.is_apart or info.name == _DETACH
             value.versions += base.versions  # torch makes them share a count when the op is over
         else:
-            value = Value(x, event, _scan(x), event.number)
+            value = Value(x, event, scan_of(x), event.number)
         return value
 
     # -- places ----------------------------------------------------------------------------------
@@ -541,7 +268,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 frame = user_frame(here)
         else:
             thread.done = None
-        if event.node is None or torch.is_grad_enabled():
+        if not event.in_optimizer and (event.node is None or torch.is_grad_enabled()):
             self._note_forward(event)
         if frame is not None:
             event.code, event.line = frame.f_code, frame.f_lineno
@@ -578,11 +305,15 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.value(gradient) or self.read(gradient)
 
 
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor._is_zerotensor() else tensor  # noqa: SLF001 - as above
+
+
 def _named_tensors(argument: str, x: Any) -> tuple[tuple[str, torch.Tensor], ...]:
     """The tensors of one argument, with names."""
     if isinstance(x, torch.Tensor):
         return ((argument, x),)
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, (list, tuple)) and x and not isinstance(x[0], _NUMBERS):
         return tuple(
             named for i, t in enumerate(x) for named in _named_tensors(f"{argument}[{i}]", t)
         )
@@ -596,26 +327,3 @@ def _flat(out: Any) -> Iterator[torch.Tensor]:
                 yield x
             elif isinstance(x, (list, tuple)):
                 yield from _flat(x)
-
-
-def _scan(tensor: torch.Tensor) -> Record | _C.PendingScan | None:
-    """A row; with moments where it cannot be looked at before the tensor is gone."""
-    moments = tensor.is_cuda
-    row: Record | _C.PendingScan | int = _scan_once(tensor, moments)
-    if row.__class__ is bytes:  # the most frequent by far
-        return row
-    if row == _C.NOT_FLOAT:
-        return None
-    if isinstance(row, int):
-        row = scan_anywhere(tensor, moments=moments)
-    return row if not isinstance(row, int) else _scan_only_part(tensor, moments=moments)
-
-
-def _scan_only_part(tensor: torch.Tensor, *, moments: bool) -> Record | _C.PendingScan | None:
-    """Of a subclass that wraps one tensor."""
-    try:
-        parts = plain_parts(tensor)
-    except Unscannable:
-        return None
-    row = scan_anywhere(parts[0][1], moments=moments) if len(parts) == 1 else None
-    return None if isinstance(row, int) else row

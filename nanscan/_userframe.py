@@ -25,7 +25,10 @@ def is_library(file: str) -> bool:
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of user code from this one on; None if there is none."""
-    while frame is not None and is_library(frame.f_code.co_filename):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (_is_library[file] if file in _is_library else is_library(file)):
+            break
         frame = frame.f_back
     return frame
 
