@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <set>
 
 #include "cpu/scan.h"
@@ -24,10 +25,19 @@ uint64_t to_bits(double value) {
   return bits;
 }
 
-// Scans with the GIL released when the tensor is large. The caller's reference keeps it alive.
+// Lets other threads run while so much is scanned. The caller's references keep tensors alive.
+class ReleaseGilIfLong {
+ public:
+  explicit ReleaseGilIfLong(uint64_t bytes) {
+    if (bytes >= cpu::kLongBytes) release_.emplace();
+  }
+
+ private:
+  std::optional<ReleaseGil> release_;
+};
+
 ScanTotals scan_host(const TensorView& view, bool moments) {
-  if (view.elements * item_size(view.dtype) < cpu::kLongBytes) return cpu::scan(view, moments);
-  const ReleaseGil release;
+  const ReleaseGilIfLong release(view.elements * item_size(view.dtype));
   return cpu::scan(view, moments);
 }
 
@@ -395,10 +405,8 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
 
 void Table::fold_all(HostBatch& batch) {
   std::vector<ScanTotals> totals(batch.views.size());
-  if (batch.bytes < cpu::kLongBytes) {
-    cpu::scan_many(batch.views, /*moments=*/false, totals.data());
-  } else {
-    const ReleaseGil release;
+  {
+    const ReleaseGilIfLong release(batch.bytes);
     cpu::scan_many(batch.views, /*moments=*/false, totals.data());
   }
   for (size_t i = 0; i < totals.size(); ++i) fold(batch.views[i], batch.rows[i], totals[i]);

@@ -170,10 +170,11 @@ class Blame:
         for value in handed:
             if value.taint is None:
                 value.taint = self._of_unknown(value, event)
-        nan, posinf = (any(counts) for counts in list(zip(*map(_counts, bad), strict=True))[:2])
+        nan = any(_counts(value)[0] for value in bad)
         if not handed:
             if any(_is_infinite(x) for x in event.settings.values()):  # somebody wrote it down
                 return self._add("minus" if nan else "mask", event)
+            posinf = any(_counts(value)[1] for value in bad)
             is_fault = nan or (posinf and not event.settings.get("zero_infinity"))
             return self._add("made" if is_fault else "minus", event)
         taint = _gravest(handed)

@@ -263,13 +263,18 @@ class Locating(_patches.Listener):
         else:
             self._blame.reached(*goal)
 
+    @property
+    def _has_suspects(self) -> bool:
+        """Whether something in this step is bad, or may yet turn out to be."""
+        return bool(self._waiting) or self._blame.has_suspects
+
     def _backward_ended(self) -> None:
         if self._is_here():
             self._gradients_reached()
 
     def _gradients_reached(self) -> None:
         """What leaves have for gradients after a backward, and at the end of a step, counts."""
-        if self._waiting or self._blame.has_suspects:
+        if self._has_suspects:
             for reference in self._leaves.values():
                 leaf = reference()
                 if leaf is not None and leaf.grad is not None:
@@ -315,7 +320,7 @@ class Locating(_patches.Listener):
         self._trace.thread.optimizer = None
         self._is_after_backward = False
         self._stepped = weakref.ref(optimizer)
-        if self._waiting or self._blame.has_suspects:
+        if self._has_suspects:
             for state in optimizer.state.values():
                 self._reached(state, "the optimizer's state")
         self.settle()

@@ -123,14 +123,19 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def value(self, tensor: torch.Tensor) -> Value | None:
         """What a tensor holds; None: it is not known, or was changed without our knowing."""
-        value = self._values.get(id(tensor))
-        if value is None or value.ref() is not tensor:
+        value = self._latest(tensor)
+        if value is None:
             return None
         try:
             is_same = tensor._version in value.versions and tensor.data_ptr() == value.address  # noqa: SLF001
         except RuntimeError:  # as in state_of
             return None
         return None if not is_same or self._is_outdated(value, tensor) else value
+
+    def _latest(self, tensor: torch.Tensor) -> Value | None:
+        """What a tensor held when it was last seen; None: it never was."""
+        value = self._values.get(id(tensor))
+        return value if value is not None and value.ref() is tensor else None
 
     def _is_outdated(self, value: Value, tensor: torch.Tensor) -> bool:
         """Whether its memory was written in a way that counts no version."""
@@ -141,9 +146,9 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = self.value(tensor)
         if value is not None and not value.is_unread:
             return value
-        old = self._values.get(id(tensor))
+        old = self._latest(tensor)
         value = self._values[id(tensor)] = Value(tensor, None, scan_of(tensor), self.count)
-        if old is not None and old.ref() is tensor:
+        if old is not None:
             value.raw, value.base, value.is_apart = old.raw, old.base, old.is_apart
             if old.is_unread and value.versions[0] in old.versions:
                 value.maker = old.maker
@@ -157,8 +162,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_write(self, tensor: torch.Tensor, info: OpInfo) -> None:
         """An op is about to write a tensor, which may be the `data` of another one."""
-        known = self._values.get(id(tensor))
-        is_apart = known is None or known.ref() is not tensor or known.is_apart or info.late
+        known = self._latest(tensor)
+        is_apart = known is None or known.is_apart or info.late
         if is_apart or self._written:
             storage = storage_of(tensor)
             if is_apart or storage in self._written:
@@ -210,16 +215,17 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event.results.append(value)
 
     def _rewritten(self, event: Event, info: OpInfo, argument: str, tensor: torch.Tensor) -> Value:
-        old = self._values.get(id(tensor))
-        raw = old.raw if old is not None and old.ref() is tensor else None
-        is_unread = raw is not None and old is not None and old.row is None
-        if argument in info.fills and (info.late or is_unread):
+        old = self._latest(tensor)
+        if argument in info.fills and info.late:
             value = Value(tensor, event, None, event.number)
-            value.raw = event if info.late else raw
+            value.raw = event
+        elif argument in info.fills and old is not None and old.is_unread:
+            value = Value(tensor, event, None, event.number)
+            value.raw = old.raw
         else:
             value = Value(tensor, event, None if info.empty else scan_of(tensor), event.number)
             value.raw = event if info.empty else None
-        if old is not None and old.ref() is tensor and old.base is not None:
+        if old is not None and old.base is not None:
             value.base, value.is_apart = old.base, old.is_apart
             if isinstance(value.row, _C.PendingScan) or value.is_bad:
                 value.base.via = value
@@ -256,7 +262,6 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event.in_optimizer = closure is None or not is_called_by(closure, caller, here)
         if thread.modules:
             event.place, event.recomputed = thread.modules[-1]
-        event.thread = threading.get_ident()
         if node is None or event.recomputed:
             frame = user_frame(here)
         else:
@@ -275,7 +280,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_forward(self, event: Event) -> None:
         """The first op after a node was made is that node's; but an op in place may clone first."""
-        key = event.thread, _sequence_number() - 1
+        key = threading.get_ident(), _sequence_number() - 1
         known = self.forward.get(key)
         if known is None or (event.info.written and known.info.name == "aten.clone.default"):
             self.forward[key] = event

@@ -108,7 +108,6 @@ class Event:
     line = 0
     place: ModulePlace | None = None
     node: tuple[str, int] | None = None
-    thread = 0
     recomputed = False
     in_optimizer = False
     outputs: list[Value | None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from types import CodeType, FrameType
@@ -12,23 +13,17 @@ from torch.utils import checkpoint
 
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 _ENGINE = graph._engine_run_backward.__code__  # noqa: SLF001 - what a backward starts with
-_is_library: dict[str, bool] = {}  # by file
 
 
+@functools.cache
 def is_library(file: str) -> bool:
     """Whether a file belongs to torch, nanscan, or Python's import machinery."""
-    known = _is_library.get(file)
-    if known is None:
-        known = _is_library[file] = file.startswith((*_LIBRARIES, "<frozen "))
-    return known
+    return file.startswith((*_LIBRARIES, "<frozen "))
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of user code from this one on; None if there is none."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not (_is_library[file] if file in _is_library else is_library(file)):
-            break
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 

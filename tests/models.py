@@ -1,7 +1,6 @@
 """Small models and training loops that the tests of hooks and monitors share."""
 
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,13 +47,6 @@ def no_trace():
     finally:
         nanscan.disable()
     assert hook_dicts() == before
-
-
-def line_of(file: str, marker: str) -> int:
-    """Number of the line of a source that ends in a marker comment."""
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
-    (number,) = [i for i, line in enumerate(lines, start=1) if line.rstrip().endswith(marker)]
-    return number
 
 
 class Net(nn.Module):

@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 import torch
-from models import hook_dicts, line_of, no_trace
+from located import marked
+from models import hook_dicts, no_trace
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
@@ -28,7 +29,7 @@ class Logs(nn.Module):
         return self.b(h)
 
 
-LINE = line_of(__file__, "# the log")
+LINE = marked(Logs, "the log")
 
 
 def train(model, steps, *, bad_from, bad_until=10**9):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import line_of
+from located import marked
 
 import nanscan
 
@@ -62,7 +62,7 @@ def test_what_was_absorbed_can_be_asked_for():
     assert search.absorbed.verdict == "absorbed"
     assert (search.absorbed.op, search.absorbed.line) == (
         "aten.log.default",
-        line_of(__file__, "# the log"),
+        marked(test_what_was_absorbed_can_be_asked_for, "the log"),
     )
 
 
@@ -117,7 +117,7 @@ def test_a_backward_that_brings_it_back():
 
     location = nanscan.locate(step)
     assert (location.op, location.direction) == ("aten.sqrt.default", "forward")
-    assert location.line == line_of(__file__, "# NaN at -1")
+    assert location.line == marked(test_a_backward_that_brings_it_back, "NaN at -1")
 
 
 def test_moments_that_overflow_are_left_in_the_optimizer():
