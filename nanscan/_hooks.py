@@ -174,7 +174,7 @@ class Hooks(_patches.Listener):
         if self._handles:
             return
         self._calls.set_attached(True)
-        _patches.listen(self, self.backward_ended)
+        _patches.listen(self)
         if self._on_call is not None:  # registered first, so that nothing runs yet when it looks
             self._handles.append(register_module_forward_pre_hook(self.call_begins))
         self._attach_modules()

@@ -113,7 +113,7 @@ class Locating(_patches.Listener):
             register_optimizer_step_pre_hook(self._optimizer_begins),
         ]
         _steps.listen(self._optimizer_ended, is_first=True)
-        _patches.listen(self, self._backward_ended)
+        _patches.listen(self)
         with _entering:
             if not _entered:
                 _eagerly.enter_context(torch.compiler.set_stance("force_eager"))
@@ -268,7 +268,8 @@ class Locating(_patches.Listener):
         """Whether something in this step is bad, or may yet turn out to be."""
         return bool(self._waiting) or self._blame.has_suspects
 
-    def _backward_ended(self) -> None:
+    def backward_ended(self) -> None:
+        """What it left in leaves counts."""
         if self._is_here():
             self._gradients_reached()
 

@@ -535,26 +535,27 @@ class Monitor:
         text = f"nanscan: why {finding.site} went bad in step {finding.step}: {location}"
         if finding.replay:
             text += f"\n  replay    {finding.replay}"
-        if callable(self._action):
-            self._action(finding)
-        elif self._action == "log":
-            _logger.error(text)
-        else:
-            warnings.warn(text, NonFiniteWarning, stacklevel=_user_stacklevel())
+        self._tell(finding, text)
 
     def _place_of(self, site: Site) -> Place | None:
         return next((node.place for node in self._table.nodes if node.site == site), None)
 
     def _act_on(self, finding: Finding) -> None:
         text = f"nanscan: {finding}"
-        if callable(self._action):
-            self._action(finding)
+        is_fault = finding.verdict in FAULTS
+        if is_fault and self._action == "raise":
+            raise NonFiniteError(text, finding=finding)
+        if is_fault or callable(self._action):
+            self._tell(finding, text)
         elif finding.verdict == "near-limit":
             _logger.warning(text)
-        elif finding.verdict not in FAULTS:
+        else:
             _logger.info(text)
-        elif self._action == "raise":
-            raise NonFiniteError(text, finding=finding)
+
+    def _tell(self, finding: Finding, text: str) -> None:
+        """Of a fault, or of anything to a callable. Never raises by itself."""
+        if callable(self._action):
+            self._action(finding)
         elif self._action == "log":
             _logger.error(text)
         else:

@@ -21,6 +21,9 @@ class Listener:
     def backward_begins(self, tensors: Any) -> None:
         """The tensors that a backward starts from."""
 
+    def backward_ended(self) -> None:
+        """It is done, and raised nothing."""
+
     def clipping_begins(self, parameters: list[torch.Tensor]) -> None:
         """Gradients are about to be scaled by their norm: one NaN then makes all of them NaN."""
 
@@ -32,7 +35,6 @@ class Listener:
 
 
 _listeners: list[Listener] = []
-_after_backward: dict[Listener, Callable[[], None]] = {}
 _installed: list[_Wrapper] = []
 
 
@@ -61,13 +63,8 @@ class _Wrapper:
 _Wrap = Callable[[Callable[..., Any], _Wrapper], Callable[..., Any]]
 
 
-def listen(listener: Listener, after_backward: Callable[[], None] | None = None) -> None:
-    """Adds a listener; wraps torch's functions for the first one.
-
-    Args:
-        listener: who wants to know.
-        after_backward: called when a backward has ended and raised nothing.
-    """
+def listen(listener: Listener) -> None:
+    """Adds a listener; wraps torch's functions for the first one."""
     if listener in _listeners:
         return
     if not _listeners:
@@ -76,15 +73,12 @@ def listen(listener: Listener, after_backward: Callable[[], None] | None = None)
         if hasattr(clip_grad, "_clip_grads_with_norm_"):  # which clip_grad_norm_ calls
             _installed.append(_Wrapper(clip_grad, "_clip_grads_with_norm_", _wrap_clip))
     _listeners.append(listener)
-    if after_backward is not None:
-        _after_backward[listener] = after_backward
 
 
 def forget(listener: Listener) -> None:
     """Removes a listener; the last one takes the wrappers along."""
     if listener in _listeners:
         _listeners.remove(listener)
-        _after_backward.pop(listener, None)
         while _installed and not _listeners:
             _installed.pop().remove()
 
@@ -96,9 +90,8 @@ def _wrap_backward(original: Callable[..., Any], wrapper: _Wrapper) -> Callable[
         for listener in listeners:
             listener.backward_begins(tensors)
         result = original(tensors, *args, **kwargs)
-        for after in [_after_backward.get(listener) for listener in listeners]:
-            if after is not None:
-                after()
+        for listener in [listener for listener in listeners if listener in _listeners]:
+            listener.backward_ended()
         return result
 
     return backward
