@@ -127,17 +127,17 @@ class Location:
     @property
     def file(self) -> str:
         """File of the user's line; in backward, of the forward line that created the node."""
-        return self._source.file
+        return self.source.file
 
     @property
     def line(self) -> int:
         """Its number."""
-        return self._source.line
+        return self.source.line
 
     @property
     def code(self) -> str:
         """Its source."""
-        return self._source.code
+        return self.source.code
 
     @property
     def operands(self) -> list[Operand]:
@@ -150,5 +150,6 @@ class Location:
         return located(self)
 
     @property
-    def _source(self) -> Op:
+    def source(self) -> Op:
+        """The op whose line tells most: in backward the forward op, unless a user's line ran it."""
         return self.at if self.at.file or self.forward is None else self.forward

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanscan._judge import Finding, Seen
+from nanscan._judge import Cause, Finding, Seen
 from nanscan._location import Location, Op, Operand
 from nanscan._scan import ScanResult, bad_counts, describe, describe_parts
 from nanscan._sites import Site
@@ -44,11 +44,8 @@ def report(finding: Finding) -> str:
     lines += _rows("given", finding.given)
     lines += _rows("before", finding.before)
     lines += _block("history", _history(finding))
-    for cause in finding.causes:
-        lines += _block("cause", [cause.title])
-        lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
-    if not finding.causes and finding.verdict == "origin":
-        lines += _block("cause", ["no likely cause found"])
+    none_found = "no likely cause found" if finding.verdict == "origin" else ""
+    lines += _causes(finding.causes, none_found)
     lines += _block("unlikely", finding.unlikely)
     lines += _block("also bad", _affected(finding.affected))
     lines += _block("replay", [finding.replay] if finding.replay else [])
@@ -61,7 +58,7 @@ def report(finding: Finding) -> str:
 def located(location: Location) -> str:
     """The op, its line, and what it took and made, side by side."""
     lines = [_headline(location)]
-    source = location.at if location.at.file or location.forward is None else location.forward
+    source = location.source
     label = "line" if source is location.at else "made at"
     lines += _block(label, [_line(source)] if source.file else ["no line of user code"])
     if location.forward is not None and source is not location.forward:
@@ -75,13 +72,17 @@ def located(location: Location) -> str:
         what = "read by" if location.at.results[0].stats is None else "NaN at"
         line = f", {_line(location.consequence)}" if location.consequence.file else ""
         lines += _block(what, [location.consequence.name + line])
-    for cause in location.causes:
-        lines += _block("cause", [cause.title])
-        lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
-    if not location.causes:
-        lines += _block("cause", ["no likely cause found"])
+    lines += _causes(location.causes, "no likely cause found")
     lines += _block("unlikely", location.unlikely)
     return "\n".join(lines)
+
+
+def _causes(causes: list[Cause], none_found: str) -> list[str]:
+    lines: list[str] = []
+    for cause in causes:
+        lines += _block("cause", [cause.title])
+        lines += _block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
+    return lines or _block("cause", [none_found] if none_found else [])
 
 
 def _headline(location: Location) -> str:
