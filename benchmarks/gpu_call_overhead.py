@@ -23,7 +23,7 @@ from gpu_timing import Options, Times, options
 
 import nanscan
 from nanscan import _C
-from nanscan._row import ROW
+from nanscan._data.row import ROW
 
 CALLS = 200  # a turn: a stream takes about 1,000 launches before it makes the host wait
 ELEMENTS = 1024  # of a small parameter

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from _measure import LOCAL, Report, Spread
 
-from nanscan import _C, _cuda
+from nanscan import _C
+from nanscan._scan import cuda
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 MOST_CALLS = 30  # a turn: a stream takes about 1,000 launches before it makes the host wait
@@ -40,8 +41,8 @@ class Device:
             return
         if not torch.cuda.is_available():
             raise SystemExit("torch sees no CUDA device; --device cpu --small tries the script")
-        if not _cuda.prepare(0):
-            raise SystemExit(f"nanscan has no kernels for cuda:0: {_cuda.why_not(0)}")
+        if not cuda.prepare(0):
+            raise SystemExit(f"nanscan has no kernels for cuda:0: {cuda.why_not(0)}")
         properties = torch.cuda.get_device_properties(0)
         self.l2_bytes = int(getattr(properties, "L2_cache_size", 0)) or 64 * MB
         self._scratch = torch.zeros(4 * self.l2_bytes // 4, device=self.torch)
@@ -57,7 +58,7 @@ class Device:
         if not self.is_cuda:
             return {"gpu": "none: a dry run, whose figures mean nothing"}
         properties = torch.cuda.get_device_properties(0)
-        image = f"image by nvcc {_C.CUDA_TOOLKIT}" if _cuda.FATBIN.exists() else "by NVRTC"
+        image = f"image by nvcc {_C.CUDA_TOOLKIT}" if cuda.FATBIN.exists() else "by NVRTC"
         return {
             "gpu": properties.name,
             "capability": f"{properties.major}.{properties.minor}",

@@ -28,7 +28,7 @@ from torch.nn import functional
 from transformers.debug_utils import DebugUnderflowOverflow
 
 import nanscan
-from nanscan._sites import DEFAULT_KINDS, KINDS
+from nanscan._data.site import DEFAULT_KINDS, KINDS
 
 SECONDS = 40  # of steps a model
 WARM_UP = 3  # rounds not counted

@@ -1,13 +1,15 @@
 """Finds the layer, the tensor and the step in which a PyTorch model first went NaN or Inf."""
 
-from nanscan._errors import NonFiniteError, NonFiniteWarning
-from nanscan._judge import Cause, Finding
-from nanscan._locate import Locating, locate, locating, replay
-from nanscan._location import Location, Op, Operand
+from nanscan._data.cause import Cause
+from nanscan._data.errors import NonFiniteError, NonFiniteWarning
+from nanscan._data.finding import Finding
+from nanscan._data.location import Location, Op, Operand
+from nanscan._data.result import ScanResult
+from nanscan._data.site import Site
+from nanscan._locate.search import Locating, locate, locating, replay
 from nanscan._monitor import Monitor, disable, enable, probe, watch
-from nanscan._save import Saved, load_saved
-from nanscan._scan import ScanResult, assert_finite, check, check_many
-from nanscan._sites import Site
+from nanscan._output.save import Saved, load_saved
+from nanscan._scan.check import assert_finite, check, check_many
 
 __version__ = "0.1.0"
 

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 import nanscan
-from nanscan import _C, _cuda, _demo
-from nanscan._locate import Locating
-from nanscan._location import Location
+from nanscan import _C, _demo
+from nanscan._data.location import Location
+from nanscan._locate.search import Locating
 from nanscan._monitor import Monitor, disable, enable
+from nanscan._scan import cuda
 
 _ACTIONS = ("warn", "raise", "log")
 
@@ -68,7 +69,7 @@ def info() -> str:
 
 
 def _kernels() -> str:
-    if not _cuda.FATBIN.exists():
+    if not cuda.FATBIN.exists():
         return "source only: NVRTC compiles them when a device is first used"
     return f"image for {_C.CUDA_ARCHITECTURES} by nvcc {_C.CUDA_TOOLKIT}, and source"
 
@@ -76,7 +77,7 @@ def _kernels() -> str:
 def _device(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
     name = f"{properties.name} ({properties.major}.{properties.minor})"
-    return f"{name}: " + ("kernels load" if _cuda.prepare(index) else _cuda.why_not(index))
+    return f"{name}: " + ("kernels load" if cuda.prepare(index) else cuda.why_not(index))
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nanscan._judge import Finding
+from nanscan._data.finding import Finding
 from nanscan._monitor import Monitor, watch
 
 _STEPS = 8

@@ -22,29 +22,23 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from nanscan._diagnose import causes, unlikely
-from nanscan._drill import Drill
-from nanscan._errors import NonFiniteError, NonFiniteWarning
-from nanscan._facts import Facts
-from nanscan._filters import Filter, Ignore, ignores, wants
-from nanscan._hooks import Hooks
-from nanscan._judge import FAULTS, Finding, Judge, Judged
-from nanscan._save import Call, Saver
-from nanscan._schedule import Schedule
-from nanscan._sites import (
-    DEFAULT_KINDS,
-    KINDS,
-    Kind,
-    ModulePlace,
-    ParameterPlace,
-    Place,
-    Registry,
-    Site,
-    Wants,
-)
-from nanscan._skip import Skipper
-from nanscan._table import OptimizerFacts, Outcome, Scans, Snapshot, Sweep, Table
-from nanscan._userframe import is_library
+from nanscan._collect.hooks import Hooks
+from nanscan._collect.names import Registry, Wants
+from nanscan._collect.schedule import Schedule
+from nanscan._collect.skip_step import Skipper
+from nanscan._collect.snapshot import OptimizerFacts, Outcome, Scans, Snapshot, Sweep
+from nanscan._collect.table import Table
+from nanscan._data.errors import NonFiniteError, NonFiniteWarning
+from nanscan._data.finding import FAULTS, Finding
+from nanscan._data.frames import is_library
+from nanscan._data.places import ModulePlace, ParameterPlace, Place
+from nanscan._data.site import DEFAULT_KINDS, KINDS, Kind, Site
+from nanscan._judge.causes import causes, unlikely
+from nanscan._judge.facts import Facts
+from nanscan._judge.judge import Judge, Judged
+from nanscan._locate.follow_up import Drill
+from nanscan._options import Filter, Ignore, ignores, wants
+from nanscan._output.save import Call, Saver
 
 Action = Literal["warn", "raise", "log"] | Callable[[Finding], object]
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import nanscan
-from nanscan import _C, _reference
-from nanscan._row import ROW
-from nanscan._tensors import DTYPES
+from nanscan import _C
+from nanscan._data.dtypes import DTYPES
+from nanscan._data.row import ROW
+from nanscan._scan import reference as oracle
 
 BUFFER = 8192  # elements behind every layout: enough for rows that are scanned in place
 
@@ -253,7 +254,7 @@ def fields(result: nanscan.ScanResult) -> dict[str, object]:
 
 
 def reference(x: torch.Tensor) -> nanscan.ScanResult:
-    return nanscan.ScanResult(_reference.scan(x), tuple(x.shape), x.dtype)
+    return nanscan.ScanResult(oracle.scan(x), tuple(x.shape), x.dtype)
 
 
 def assert_same_as_reference(x: torch.Tensor) -> nanscan.ScanResult:

@@ -6,8 +6,9 @@ import fake_cuda
 import pytest
 import torch
 
-from nanscan import _C, _cuda
-from nanscan._scan import prepare
+from nanscan import _C
+from nanscan._scan import cuda
+from nanscan._scan.dispatch import prepare
 
 # Set before nanscan looks for a driver, which is once a process.
 if fake_cuda.wanted():
@@ -59,7 +60,7 @@ def _why_no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if not prepare(torch.zeros(1, device="cuda")):
-        return f"there are no kernels for it: {_cuda.why_not(0)}"
+        return f"there are no kernels for it: {cuda.why_not(0)}"
     return None
 
 

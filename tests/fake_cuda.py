@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nanscan import _C
-from nanscan._row import ROW
+from nanscan._data.row import ROW
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("tests/simt/fake_driver.cpp", "tests/simt/simt.cpp")

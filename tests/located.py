@@ -11,7 +11,7 @@ from models import no_trace
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import nanscan
-from nanscan import _patches
+from nanscan._collect import torch_events
 
 NAN = float("nan")
 INF = float("inf")
@@ -24,8 +24,8 @@ def nothing_left():
     with no_trace():
         yield
     assert _len_torch_dispatch_stack() == 0
-    assert _patches._listeners == []
-    assert _patches._installed == []
+    assert torch_events._listeners == []
+    assert torch_events._installed == []
     assert torch.compiler.is_compiling() is False
     assert torch._dynamo.eval_frame._stance.stance == "default"
 

@@ -39,8 +39,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nanscan
-from nanscan import NonFiniteError, Site, _save, _skip
-from nanscan._table import Snapshot, Table
+from nanscan import NonFiniteError, Site, _skip
+from nanscan._collect.snapshot import Snapshot
+from nanscan._collect.table import Table
+from nanscan._output import save
 
 # -- steps that are not taken ----------------------------------------------------------------------
 
@@ -943,7 +945,7 @@ def test_views_bring_no_storage_along_and_parameters_keep_their_ties(tmp_path):
 
 
 def test_a_large_state_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(_save, "_MAX_STATE_BYTES", 100)
+    monkeypatch.setattr(save, "_MAX_STATE_BYTES", 100)
     saved = save_one(tmp_path, Net(), set_nan(batch()))
     assert saved.state_dict is None
     assert saved.notes == {"state_dict": "of 160 bytes: left out"}

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import nanscan
 from nanscan import Site
-from nanscan._sites import KINDS
+from nanscan._data.site import KINDS
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from nanscan import _C, _cuda
+from nanscan import _C
+from nanscan._scan import cuda
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("cuda/scan_kernels.cuh", "cuda/scan_args.h", "float_format.h", "row.h")
@@ -423,7 +424,7 @@ def test_the_shipped_image_is_for_the_architectures_that_it_says():
         for number, kind in (part.split("-") for part in _C.CUDA_ARCHITECTURES.split(","))
     }
     assert said == expected
-    listed = cuobjdump("--list-elf", "--list-ptx", _cuda.FATBIN)
+    listed = cuobjdump("--list-elf", "--list-ptx", cuda.FATBIN)
     elf = re.findall(r"ELF file .*\.(sm_\w+)\.cubin", listed)
     ptx = re.findall(r"PTX file .*\.sm_(\w+)\.ptx", listed)
     assert sorted(elf + [f"compute_{number}" for number in ptx]) == sorted(expected)
@@ -432,7 +433,7 @@ def test_the_shipped_image_is_for_the_architectures_that_it_says():
 def test_the_shipped_image_holds_every_kernel():
     if not _C.CUDA_TOOLKIT:
         pytest.skip("nanscan was built without nvcc")
-    images = cuobjdump("-symbols", _cuda.FATBIN).split("Fatbin elf code:")[1:]
+    images = cuobjdump("-symbols", cuda.FATBIN).split("Fatbin elf code:")[1:]
     assert len(images) == _C.CUDA_ARCHITECTURES.count("real")
     for image in images:
         assert set(re.findall(r"^FUNC .* ENTRY +(\w+)$", image, re.MULTILINE)) == KERNELS

@@ -36,9 +36,10 @@ from models import (
 from torch import nn
 
 import nanscan
-from nanscan import _C, NonFiniteError, _cuda, _demo
-from nanscan._judge import FAULTS
-from nanscan._row import ROW
+from nanscan import _C, NonFiniteError, _demo
+from nanscan._data.finding import FAULTS
+from nanscan._data.row import ROW
+from nanscan._scan import cuda
 
 pytestmark = pytest.mark.cuda
 
@@ -90,8 +91,8 @@ def _why_unusable() -> str | None:
         return None
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if not _cuda.prepare(0):
-        return f"nanscan has no kernels for cuda:0: {_cuda.why_not(0)}"
+    if not cuda.prepare(0):
+        return f"nanscan has no kernels for cuda:0: {cuda.why_not(0)}"
     return None
 
 
@@ -1166,12 +1167,12 @@ def run_python(script, tmp_path, **environment):
 BY_NVRTC = """
 from pathlib import Path
 import torch, nanscan
-from nanscan import _cuda
-_cuda.FATBIN = Path("there is none")
+from nanscan._scan import cuda
+cuda.FATBIN = Path("there is none")
 x = torch.ones(100_000, dtype=torch.float16, device="cuda")
 x[77_777] = float("nan")
 results = [nanscan.check(x), nanscan.check(x.view(100, 1000).t()), *nanscan.check_many([x, x])]
-print(_cuda.why_not(0) or "loaded")
+print(cuda.why_not(0) or "loaded")
 print([result.nan_count for result in results], results[1].first_nonfinite)
 """
 

@@ -34,7 +34,7 @@ from fake_cuda import (
 
 import nanscan
 from nanscan import _C
-from nanscan._row import ROW
+from nanscan._data.row import ROW
 
 if not fake_cuda.wanted():
     pytest.skip("test_cuda_fake_suite.py runs it, on the recording driver", allow_module_level=True)

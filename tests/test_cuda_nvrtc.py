@@ -19,7 +19,8 @@ import torch
 from test_cuda_build import KERNELS
 
 import nanscan
-from nanscan import _C, _cuda
+from nanscan import _C
+from nanscan._scan import cuda
 
 SHIPPED = b"the shipped image"
 
@@ -49,7 +50,7 @@ class Core:
         self.refused.append(ordinal)
 
 
-class Compiler(_cuda.Nvrtc):
+class Compiler(cuda.Nvrtc):
     """NVRTC without the library, but for what is asked of the real one in tests that need it."""
 
     version = (13, 0)
@@ -72,8 +73,8 @@ def core(monkeypatch, tmp_path):
     core = Core()
     for name in ("cuda_capability", "cuda_is_prepared", "cuda_prepare", "cuda_refuse"):
         monkeypatch.setattr(_C, name, getattr(core, name))
-    monkeypatch.setattr(_cuda, "_failures", {})
-    monkeypatch.setattr(_cuda, "FATBIN", tmp_path / "scan_kernels.fatbin")
+    monkeypatch.setattr(cuda, "_failures", {})
+    monkeypatch.setattr(cuda, "FATBIN", tmp_path / "scan_kernels.fatbin")
     monkeypatch.setenv("NANSCAN_CACHE", str(tmp_path / "cache"))
     return core
 
@@ -81,7 +82,7 @@ def core(monkeypatch, tmp_path):
 @pytest.fixture
 def compiler(monkeypatch):
     monkeypatch.setattr(Compiler, "compiled", [], raising=False)
-    monkeypatch.setattr(_cuda, "Nvrtc", Compiler)
+    monkeypatch.setattr(cuda, "Nvrtc", Compiler)
     return Compiler
 
 
@@ -104,8 +105,8 @@ def warnings(caplog):
 
 
 def test_the_shipped_image_is_used_where_it_fits(core, compiler, cache):
-    _cuda.FATBIN.write_bytes(SHIPPED)
-    assert _cuda.prepare(0)
+    cuda.FATBIN.write_bytes(SHIPPED)
+    assert cuda.prepare(0)
     assert core.tried == [SHIPPED]
     assert compiler.compiled == []
     assert not cache.exists()
@@ -113,9 +114,9 @@ def test_the_shipped_image_is_used_where_it_fits(core, compiler, cache):
 
 def test_an_image_that_does_not_fit_is_compiled(core, compiler, caplog):
     caplog.set_level(logging.INFO, "nanscan")
-    _cuda.FATBIN.write_bytes(SHIPPED)
+    cuda.FATBIN.write_bytes(SHIPPED)
     core.refuses = (SHIPPED,)
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     assert compiler.compiled == ["sm_90"]
     assert core.prepared[0].startswith(b"compiled for sm_90")
     assert warnings(caplog) == []
@@ -124,20 +125,20 @@ def test_an_image_that_does_not_fit_is_compiled(core, compiler, caplog):
 
 def test_without_a_shipped_image_the_source_is_compiled(core, compiler, caplog):
     caplog.set_level(logging.INFO, "nanscan")
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     assert compiler.compiled == ["sm_90"]
     assert caplog.records == []
 
 
 def test_a_shipped_image_that_cannot_be_read_is_compiled(core, compiler):
-    _cuda.FATBIN.mkdir()  # whose reading is an OSError other than "not found"
-    assert _cuda.prepare(0)
+    cuda.FATBIN.mkdir()  # whose reading is an OSError other than "not found"
+    assert cuda.prepare(0)
     assert compiler.compiled == ["sm_90"]
 
 
 def test_a_prepared_device_is_left_alone(core, compiler):
-    assert _cuda.prepare(0)
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
+    assert cuda.prepare(0)
     assert len(core.tried) == 1
 
 
@@ -178,20 +179,20 @@ def test_what_the_kernels_cannot_run_on_is_no_choice_of_an_older_nvrtc(compiler,
 
 @pytest.fixture
 def no_nvrtc(monkeypatch, tmp_path):
-    monkeypatch.setattr(_cuda, "_candidates", lambda: [tmp_path / "libnvrtc.so.13"])
+    monkeypatch.setattr(cuda, "_candidates", lambda: [tmp_path / "libnvrtc.so.13"])
 
 
 def test_without_nvrtc_one_warning_says_what_to_do(core, no_nvrtc, caplog):
-    assert not _cuda.prepare(0)
-    assert not _cuda.prepare(0)
+    assert not cuda.prepare(0)
+    assert not cuda.prepare(0)
     (warning,) = warnings(caplog)
     assert "nanscan: no kernels for cuda:0, its tensors are copied to the host" in warning
     assert "NVRTC, which compiles the kernels, was not found" in warning
     assert "pip install nvidia-cuda-nvrtc" in warning
     assert "libnvrtc.so.13: cannot open shared object file" in warning
     assert core.refused == [0]
-    assert _cuda.why_not(0) in warning
-    assert _cuda.why_not(1) == ""
+    assert cuda.why_not(0) in warning
+    assert cuda.why_not(1) == ""
 
 
 def test_without_nvrtc_tensors_are_scanned_all_the_same(core, no_nvrtc, monkeypatch):
@@ -210,8 +211,8 @@ def test_a_failing_driver_is_one_warning(core, compiler, monkeypatch, caplog, fa
         raise RuntimeError(f"nanscan: {failing} failed: out of memory")
 
     monkeypatch.setattr(_C, failing, fail)
-    assert not _cuda.prepare(3)
-    assert not _cuda.prepare(3)
+    assert not cuda.prepare(3)
+    assert not cuda.prepare(3)
     (warning,) = warnings(caplog)
     assert "cuda:3" in warning
     assert f"{failing} failed: out of memory" in warning
@@ -220,25 +221,25 @@ def test_a_failing_driver_is_one_warning(core, compiler, monkeypatch, caplog, fa
 
 def test_an_image_that_nobody_takes_is_not_kept(core, compiler, cache):
     core.refuses = (Compiler.compile(compiler(), "sm_90"),)
-    assert not _cuda.prepare(0)
+    assert not cuda.prepare(0)
     assert not cache.exists()
 
 
 def test_a_library_without_a_function_is_one_warning(core, monkeypatch, caplog):
-    class Ancient(_cuda.Nvrtc):
+    class Ancient(cuda.Nvrtc):
         def __init__(self):
             self._library, self.version = object(), (8, 0)
 
-    monkeypatch.setattr(_cuda, "Nvrtc", Ancient)
-    assert not _cuda.prepare(0)
+    monkeypatch.setattr(cuda, "Nvrtc", Ancient)
+    assert not cuda.prepare(0)
     (warning,) = warnings(caplog)
     assert "nvrtcGetNumSupportedArchs" in warning
 
 
 def test_missing_source_is_one_warning(core, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(_cuda, "Nvrtc", Compiler)
-    monkeypatch.setattr(_cuda, "KERNELS", tmp_path / "nowhere")
-    assert not _cuda.prepare(0)
+    monkeypatch.setattr(cuda, "Nvrtc", Compiler)
+    monkeypatch.setattr(cuda, "KERNELS", tmp_path / "nowhere")
+    assert not cuda.prepare(0)
     (warning,) = warnings(caplog)
     assert "nowhere" in warning
 
@@ -247,13 +248,13 @@ def test_nvrtc_of_the_cuda_that_torch_was_built_for_comes_first(monkeypatch, tmp
     for path in ("nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).touch()
-    monkeypatch.setattr(_cuda.sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(cuda.sys, "path", [str(tmp_path)])
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
 
     def found(version):
         monkeypatch.setattr(torch.version, "cuda", version)
-        return [path.name[len("libnvrtc.so.") :] for path in _cuda._candidates()]
+        return [path.name[len("libnvrtc.so.") :] for path in cuda._candidates()]
 
     assert found("12.8") == ["12", "12", "13", "13"]
     assert found("13.0") == found(None) == ["13", "13", "12", "12"]
@@ -263,9 +264,9 @@ def test_a_toolkit_is_searched_too(monkeypatch, tmp_path):
     library = tmp_path / "lib64" / "libnvrtc.so.13.0.88"
     library.parent.mkdir()
     library.touch()
-    monkeypatch.setattr(_cuda.sys, "path", [])
+    monkeypatch.setattr(cuda.sys, "path", [])
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert library in _cuda._candidates()
+    assert library in cuda._candidates()
 
 
 # -- the cache -----------------------------------------------------------------------------------
@@ -276,18 +277,18 @@ def files(folder):
 
 
 def test_what_is_compiled_is_kept(core, compiler, cache):
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     image = core.prepared[0]
-    assert files(cache) == [f"{_cuda.cache_key((13, 0), 'sm_90')}.bin"]
+    assert files(cache) == [f"{cuda.cache_key((13, 0), 'sm_90')}.bin"]
     forget(core)
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     assert core.tried == [image]
     assert compiler.compiled == ["sm_90"]
 
 
 def test_a_second_device_takes_what_the_first_one_left(core, compiler):
-    assert _cuda.prepare(0)
-    assert _cuda.prepare(1)
+    assert cuda.prepare(0)
+    assert cuda.prepare(1)
     assert core.prepared[0] == core.prepared[1]
     assert compiler.compiled == ["sm_90"]
 
@@ -305,13 +306,13 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_file_never_reaches_the_driver_and_is_mended(core, compiler, cache, damage):
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     image = core.prepared[0]
     (file,) = cache.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     forget(core)
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     assert core.tried == [image]
     assert compiler.compiled == ["sm_90", "sm_90"]
     assert files(cache) == [file.name]
@@ -319,38 +320,38 @@ def test_a_damaged_file_never_reaches_the_driver_and_is_mended(core, compiler, c
 
 
 def test_a_kept_image_that_the_driver_refuses_is_compiled_anew(core, compiler, cache):
-    _cuda.write_cache(_cuda.cache_key((13, 0), "sm_90"), b"of another life")
+    cuda.write_cache(cuda.cache_key((13, 0), "sm_90"), b"of another life")
     core.refuses = (b"of another life",)
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     assert compiler.compiled == ["sm_90"]
-    assert _cuda.read_cache(_cuda.cache_key((13, 0), "sm_90")) == core.prepared[0]
+    assert cuda.read_cache(cuda.cache_key((13, 0), "sm_90")) == core.prepared[0]
 
 
 def test_no_file_is_mistaken_for_another(core, compiler, monkeypatch, tmp_path):
-    keys = {_cuda.cache_key((13, 0), "sm_90")}
-    assert keys == {_cuda.cache_key((13, 0), "sm_90")}
-    keys.add(_cuda.cache_key((13, 1), "sm_90"))
-    keys.add(_cuda.cache_key((12, 9), "sm_90"))
-    keys.add(_cuda.cache_key((13, 0), "sm_80"))
-    keys.add(_cuda.cache_key((13, 0), "compute_90"))
-    shipped = _cuda.source
-    for changed in (_cuda._MAIN, *_cuda._HEADERS):
+    keys = {cuda.cache_key((13, 0), "sm_90")}
+    assert keys == {cuda.cache_key((13, 0), "sm_90")}
+    keys.add(cuda.cache_key((13, 1), "sm_90"))
+    keys.add(cuda.cache_key((12, 9), "sm_90"))
+    keys.add(cuda.cache_key((13, 0), "sm_80"))
+    keys.add(cuda.cache_key((13, 0), "compute_90"))
+    shipped = cuda.source
+    for changed in (cuda._MAIN, *cuda._HEADERS):
         monkeypatch.setattr(
-            _cuda, "source", lambda name, changed=changed: shipped(name) + " " * (name == changed)
+            cuda, "source", lambda name, changed=changed: shipped(name) + " " * (name == changed)
         )
-        keys.add(_cuda.cache_key((13, 0), "sm_90"))
-    monkeypatch.setattr(_cuda, "source", shipped)
-    monkeypatch.setattr(_cuda, "_OPTIONS", (*_cuda._OPTIONS, "-G"))
-    keys.add(_cuda.cache_key((13, 0), "sm_90"))
-    monkeypatch.setattr(_cuda, "_STANDARD", {})
-    keys.add(_cuda.cache_key((13, 0), "sm_90"))
+        keys.add(cuda.cache_key((13, 0), "sm_90"))
+    monkeypatch.setattr(cuda, "source", shipped)
+    monkeypatch.setattr(cuda, "_OPTIONS", (*cuda._OPTIONS, "-G"))
+    keys.add(cuda.cache_key((13, 0), "sm_90"))
+    monkeypatch.setattr(cuda, "_STANDARD", {})
+    keys.add(cuda.cache_key((13, 0), "sm_90"))
     assert len(keys) == 5 + 4 + 2
 
 
 def assert_works_without_cache(core, compiler, caplog):
     caplog.set_level(logging.INFO, "nanscan")
-    assert _cuda.prepare(0)
-    assert _cuda.prepare(1)
+    assert cuda.prepare(0)
+    assert cuda.prepare(1)
     assert compiler.compiled == ["sm_90", "sm_90"]
     assert warnings(caplog) == []
     assert "compiled kernels are not kept" in caplog.text
@@ -374,10 +375,10 @@ def test_a_folder_that_takes_no_files_is_no_obstacle(core, compiler, monkeypatch
 
 
 def test_a_read_only_folder_is_read(core, compiler, cache):
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     cache.chmod(0o500)
     forget(core)
-    assert _cuda.prepare(0)
+    assert cuda.prepare(0)
     cache.chmod(0o700)
     assert compiler.compiled == ["sm_90"]
 
@@ -414,13 +415,13 @@ def test_a_disk_full_midway_leaves_nothing_behind(core, compiler, cache, monkeyp
 
 
 def test_where_the_cache_is(core, monkeypatch, tmp_path):
-    assert _cuda.cache_folder() == tmp_path / "cache"
+    assert cuda.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("NANSCAN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert _cuda.cache_folder() == tmp_path / "xdg" / "nanscan"
+    assert cuda.cache_folder() == tmp_path / "xdg" / "nanscan"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert _cuda.cache_folder() == tmp_path / "home" / ".cache" / "nanscan"
+    assert cuda.cache_folder() == tmp_path / "home" / ".cache" / "nanscan"
 
 
 def test_a_user_without_home_has_no_cache(core, compiler, monkeypatch, caplog):
@@ -444,7 +445,7 @@ def test_two_threads_load_a_device_once(core, compiler):
 
     def prepare(_):
         start.wait()
-        return _cuda.prepare(0)
+        return cuda.prepare(0)
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(prepare, range(2))) == [True, True]
@@ -454,7 +455,7 @@ def test_two_threads_load_a_device_once(core, compiler):
 
 def test_two_threads_warn_of_a_device_once(core, no_nvrtc, caplog):
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(_cuda.prepare, (0, 0))) == [False, False]
+        assert list(threads.map(cuda.prepare, (0, 0))) == [False, False]
     assert len(warnings(caplog)) == 1
 
 
@@ -465,14 +466,14 @@ def test_processes_that_start_at_once_leave_one_whole_file(core, compiler, cache
         pytest.skip("there is no fork, which lets a process start with the stand-ins in place")
     image = bytes(range(256)) * (1 << 14)
     monkeypatch.setattr(Compiler, "compile", lambda *_: image)
-    key = _cuda.cache_key((13, 0), "sm_90")
+    key = cuda.cache_key((13, 0), "sm_90")
     file = cache / f"{key}.bin"
     context = multiprocessing.get_context("fork")
     start = context.Barrier(processes)
 
     def first_use():
         start.wait(60)
-        os._exit(0 if _cuda.prepare(0) and core.prepared[0] == image else 1)
+        os._exit(0 if cuda.prepare(0) and core.prepared[0] == image else 1)
 
     for _ in range(3):
         running = [context.Process(target=first_use) for _ in range(processes)]
@@ -480,10 +481,10 @@ def test_processes_that_start_at_once_leave_one_whole_file(core, compiler, cache
             process.start()
         while any(process.is_alive() for process in running):
             if file.exists():  # even while others write
-                assert _cuda.read_cache(key) == image
+                assert cuda.read_cache(key) == image
         assert [process.exitcode for process in running] == [0] * processes
         assert files(cache) == [file.name]
-        assert _cuda.read_cache(key) == image
+        assert cuda.read_cache(key) == image
         file.unlink()
 
 
@@ -493,7 +494,7 @@ def test_processes_that_start_at_once_leave_one_whole_file(core, compiler, cache
 @pytest.fixture(scope="session")
 def nvrtc():
     try:
-        return _cuda.Nvrtc()
+        return cuda.Nvrtc()
     except RuntimeError as error:
         pytest.skip(str(error))
 
@@ -509,13 +510,13 @@ def images(nvrtc):
     """The kernels for all that NVRTC knows of these; what was compiled before is kept in build/."""
     known = nvrtc.architectures()
     wanted = [f"sm_{number}" for number in (120, 100, 90, 80, 75) if number in known]
-    keys = {name: _cuda.cache_key(nvrtc.version, name) for name in (*wanted, "compute_80")}
+    keys = {name: cuda.cache_key(nvrtc.version, name) for name in (*wanted, "compute_80")}
 
     def compiled(architecture):
-        image = _cuda.read_cache(keys[architecture])
+        image = cuda.read_cache(keys[architecture])
         if image is None:
-            image = _cuda.Nvrtc().compile(architecture)
-            _cuda.write_cache(keys[architecture], image)
+            image = cuda.Nvrtc().compile(architecture)
+            cuda.write_cache(keys[architecture], image)
         return image
 
     folder = Path(__file__).parent.parent / "build" / "nvrtc"
@@ -549,14 +550,14 @@ def test_nvrtc_compiles_every_kernel_for_chips_to_come(images):
 def test_nvrtc_puts_nothing_else_into_the_source_than_the_headers_hold(nvrtc):
     includes = {
         name
-        for file in (_cuda._MAIN, *_cuda._HEADERS)
-        for name in re.findall(r"#include [<\"]([^>\"]+)", _cuda.source(file))
+        for file in (cuda._MAIN, *cuda._HEADERS)
+        for name in re.findall(r"#include [<\"]([^>\"]+)", cuda.source(file))
     }
-    assert includes <= {*_cuda._STANDARD, "scan_args.h", "../float_format.h", "../row.h"}
+    assert includes <= {*cuda._STANDARD, "scan_args.h", "../float_format.h", "../row.h"}
 
 
 def test_a_compile_error_carries_the_log(nvrtc, monkeypatch):
-    monkeypatch.setattr(_cuda, "source", lambda name: "#error this is what is wrong\n")
+    monkeypatch.setattr(cuda, "source", lambda name: "#error this is what is wrong\n")
     with pytest.raises(RuntimeError) as caught:
         nvrtc.compile("sm_90")
     message = str(caught.value)
@@ -572,7 +573,7 @@ def test_an_architecture_that_is_none_is_an_error(nvrtc):
 
 
 def test_a_device_is_prepared_by_the_real_compiler(core, nvrtc, images, cache, monkeypatch):
-    monkeypatch.setattr(_cuda.Nvrtc, "compile", lambda self, architecture: images[architecture])
-    assert _cuda.prepare(0)
+    monkeypatch.setattr(cuda.Nvrtc, "compile", lambda self, architecture: images[architecture])
+    assert cuda.prepare(0)
     assert core.prepared[0] == images["sm_90"]
-    assert _cuda.read_cache(_cuda.cache_key(nvrtc.version, "sm_90")) == images["sm_90"]
+    assert cuda.read_cache(cuda.cache_key(nvrtc.version, "sm_90")) == images["sm_90"]

@@ -9,7 +9,8 @@ from models import NAN, Do, Net, batch, diagnosed, first_fault, infer, sgd, titl
 from models import seeded_and_without_trace as _seeded_and_without_trace  # noqa: F401
 from torch import nn
 
-from nanscan import _diagnose, _monitor
+from nanscan import _monitor
+from nanscan._judge import causes
 
 
 def test_nothing_is_asked_while_all_is_clean(monkeypatch):
@@ -33,10 +34,10 @@ def test_what_was_handed_on_has_neither_causes_nor_refuted_suspicions():
 
 def test_three_causes_at_most(monkeypatch):
     monkeypatch.setattr(
-        _diagnose,
+        causes,
         "_RULES",
         tuple(
-            lambda *_, title=title: None if title == "c" else _diagnose.Cause(title, "", "")
+            lambda *_, title=title: None if title == "c" else causes.Cause(title, "", "")
             for title in "abcdef"
         ),
     )

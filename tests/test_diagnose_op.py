@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanscan
-from nanscan._diagnose_op import causes, refuted
-from nanscan._location import Location, Op, Operand
+from nanscan._data.location import Location, Op, Operand
+from nanscan._locate.causes import causes, refuted
 
 INF = float("inf")
 

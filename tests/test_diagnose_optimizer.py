@@ -6,7 +6,7 @@ from models import Do, diagnosed, first_fault, sgd, titles, train
 from models import seeded_and_without_trace as _seeded_and_without_trace  # noqa: F401
 from torch import nn
 
-from nanscan._sites import DEFAULT_KINDS
+from nanscan._data.site import DEFAULT_KINDS
 
 
 def half_adam(eps, batch):

@@ -35,8 +35,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nanscan
-from nanscan._sites import ModulePlace, Node
-from nanscan._table import Table
+from nanscan._collect.table import Table
+from nanscan._data.places import ModulePlace, Node
 
 ALL_KINDS = ("input", "output", "grad", "param", "state")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import nanscan
 from nanscan import _C
-from nanscan._tensors import DTYPES
+from nanscan._data.dtypes import DTYPES
 
 SETTINGS = settings(max_examples=400, deadline=None)
 

@@ -36,8 +36,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nanscan
 from nanscan import Site
-from nanscan._schedule import Turn
-from nanscan._sites import DEFAULT_KINDS, KINDS
+from nanscan._collect.schedule import Turn
+from nanscan._data.site import DEFAULT_KINDS, KINDS
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 import nanscan
-from nanscan import _diagnose, _diagnose_op, _rules
+from nanscan._data import rules
+from nanscan._judge import causes
+from nanscan._locate import causes as causes_of_ops
 
 
 def failing_rule(*_):
@@ -14,9 +16,9 @@ def failing_rule(*_):
 
 
 def test_a_failing_rule_stops_neither_the_run_nor_the_others(monkeypatch, caplog):
-    monkeypatch.setattr(_rules, "_failed", set())
-    monkeypatch.setattr(_diagnose, "_RULES", (failing_rule, *_diagnose._RULES))
-    monkeypatch.setattr(_diagnose, "_SUSPICIONS", {"input": (failing_rule,)})
+    monkeypatch.setattr(rules, "_failed", set())
+    monkeypatch.setattr(causes, "_RULES", (failing_rule, *causes._RULES))
+    monkeypatch.setattr(causes, "_SUSPICIONS", {"input": (failing_rule,)})
     model = nn.Linear(2, 2)
     with nanscan.watch(model, action=lambda _: None) as monitor, torch.no_grad():
         for _ in range(3):
@@ -30,8 +32,8 @@ def test_a_failing_rule_stops_neither_the_run_nor_the_others(monkeypatch, caplog
 
 
 def test_of_a_location(monkeypatch, caplog):
-    monkeypatch.setattr(_rules, "_failed", set())
-    monkeypatch.setattr(_diagnose_op, "_RULES", ((failing_rule,), *_diagnose_op._RULES))
+    monkeypatch.setattr(rules, "_failed", set())
+    monkeypatch.setattr(causes_of_ops, "_RULES", ((failing_rule,), *causes_of_ops._RULES))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         location = nanscan.locate(lambda: torch.zeros(2).log())

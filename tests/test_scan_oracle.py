@@ -7,8 +7,9 @@ import torch
 from cases import Patterns, brute_force, fields, found, name_of, real_dtype, reference
 
 import nanscan
-from nanscan import _C, _reference
-from nanscan._row import ROW
+from nanscan import _C
+from nanscan._data.row import ROW
+from nanscan._scan import reference as oracle
 
 BORDERS = [0, 1, 7, 8, 9, *range(31, 34), *range(63, 66), *range(127, 130)]
 BORDERS += [1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 65537]
@@ -161,7 +162,7 @@ def test_bad_values_then_clean_ones_then_bad_ones(dtype, bad_every, device):
 def test_counts_of_moments(dtype, layout, device):
     for content, x in cases.build(dtype, layout, device).items():
         result = nanscan.check(x, moments=True)
-        expected = _reference.scan(x, moments=True)
+        expected = oracle.scan(x, moments=True)
         counts = (content, result.zero_count, result.subnormal_count)
         assert counts == (content, expected["zeros"], expected["subnormals"])
         assert fields(result) == fields(nanscan.check(x))
@@ -177,7 +178,7 @@ def test_sums_of_moments(dtype, layout, bad, device):
     if bad:
         cases.fill(x, cases.Content(planted={0.3: Patterns(real).nans[0]}))
     result = nanscan.check(x, moments=True)
-    finite = _reference.as_float64(x)
+    finite = oracle.as_float64(x)
     finite = finite[np.isfinite(finite)]
     if finite.size == 0:
         assert result.mean is result.std is result.rms is None

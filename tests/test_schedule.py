@@ -16,7 +16,7 @@ from models import (
 from torch import nn
 
 import nanscan
-from nanscan._schedule import (
+from nanscan._collect.schedule import (
     FULL,
     Cost,
     Schedule,
@@ -24,7 +24,7 @@ from nanscan._schedule import (
     dispatch_seconds,
     gradient_dispatch_seconds,
 )
-from nanscan._sites import KINDS
+from nanscan._data.site import KINDS
 
 NAN = math.nan
 

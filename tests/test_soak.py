@@ -15,7 +15,7 @@ from models import (
 from torch import nn
 
 import nanscan
-from nanscan._sites import KINDS
+from nanscan._data.site import KINDS
 
 STEPS, BAD_STEP = 20_000, 15_000
 SETTLED = 5_000

@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 import nanscan
-from nanscan._judge import FAULTS
-from nanscan._sites import DEFAULT_KINDS, KINDS
+from nanscan._data.finding import FAULTS
+from nanscan._data.site import DEFAULT_KINDS, KINDS
 
 # -- two models ------------------------------------------------------------------------------------
 

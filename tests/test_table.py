@@ -11,7 +11,7 @@ from cases import take_snapshot
 
 import nanscan
 from nanscan import _C
-from nanscan._row import ROW
+from nanscan._data.row import ROW
 
 NAN, INF = float("nan"), float("inf")
 

@@ -1,9 +1,11 @@
-"""Golden reports: the text of every finding and location that the scenarios produce, in tests/golden.
+"""Golden reports: in tests/golden the text of every finding and location that scenarios produce.
 
-NANSCAN_GOLDEN=exact compares byte for byte, as a change of structure must leave it; by default numbers
-are left out, since they differ a little from machine to machine. NANSCAN_GOLDEN=write writes the files.
+NANSCAN_GOLDEN=exact compares byte for byte, as a change of structure must leave it. By default
+numbers are left out, since they differ a little from machine to machine. NANSCAN_GOLDEN=write
+writes the files.
 """
 
+import dataclasses
 import os
 import re
 from collections import defaultdict
@@ -32,8 +34,6 @@ def read(path: Path) -> dict[str, str]:
 
 
 def text_of(finding: nanscan.Finding) -> str:
-    import dataclasses
-
     return str(dataclasses.replace(finding, location=None, replay=""))
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import nanscan
 from nanscan import Site
-from nanscan._sites import DEFAULT_KINDS, KINDS
+from nanscan._data.site import DEFAULT_KINDS, KINDS
 
 OVERFLOW = "gradients overflow float16 on the way back"
 GAIN = 80.0  # of the last convolution of each block

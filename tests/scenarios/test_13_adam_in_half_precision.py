@@ -7,7 +7,7 @@ from models import no_trace, train
 from torch import nn
 
 import nanscan
-from nanscan._sites import DEFAULT_KINDS
+from nanscan._data.site import DEFAULT_KINDS
 
 SCOPES = pytest.mark.parametrize("scope", ["model", "global"])
 

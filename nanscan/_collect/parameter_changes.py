@@ -1,0 +1,125 @@
+"""Parameters that went bad between two steps, by other hands than an optimizer's.
+
+They are scanned after an optimizer's step, and not again before it is known that something is bad.
+Then those that may be the reason are looked at while they still are what they were in the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from nanscan import _C
+from nanscan._collect.names import Registry
+from nanscan._collect.snapshot import Scans
+from nanscan._collect.table import Table
+from nanscan._data.places import ModulePlace, Node, ParameterPlace
+from nanscan._data.row import ROW, nonfinite
+
+_OF_BACKWARD = ("loss", "probe", "grad_output", "grad")
+_SPOILED = "changed between two steps, by no optimizer"
+_UNSCANNED = "it went bad in a step after which it was not scanned"
+_MAX_STEPS = 64  # of optimizers that are remembered
+
+Watched = list[tuple[int, ParameterPlace]]  # by position in the optimizer
+
+
+class Suspects:
+    """Tells which parameters are the reason for what went bad.
+
+    Args:
+        registry: names of modules and parameters.
+        table: what was scanned in this step.
+    """
+
+    def __init__(self, registry: Registry, table: Table) -> None:
+        self._registry = registry
+        self._table = table
+        self._ticket = table.last_ticket  # when it was last asked
+        self._spoiled: set[ParameterPlace] = set()  # looked at until they are fine
+        # By id(optimizer), the last to step comes last: its parameters, `resets` of the table then,
+        # and whether the parameters were scanned after it.
+        self._steps: dict[int, tuple[Watched, int, bool]] = {}
+
+    def stepped(self, optimizer: int, watched: Watched, *, scanned: bool) -> None:
+        """Notes a step of an optimizer, by id."""
+        self._steps.pop(optimizer, None)
+        if len(self._steps) >= _MAX_STEPS:
+            self._steps.pop(next(iter(self._steps)))
+        self._steps[optimizer] = watched, self._table.resets, scanned
+
+    def look(self) -> Iterator[tuple[str, Scans]]:
+        """Scans of parameters on the CPU that are bad by now, or fine again, and how it came.
+
+        Nearly always none: nothing went bad since the last call.
+        """
+        if self._table.last_ticket == self._ticket and not self._spoiled:
+            return
+        since, self._ticket = self._ticket, self._table.last_ticket
+        steps = {
+            place: (resets, scanned)
+            for watched, resets, scanned in self._steps.values()
+            for _, place in watched
+        }
+        scans: dict[str, Scans] = {_SPOILED: [], _UNSCANNED: []}
+        for parameter, place in self._suspects(since):
+            resets, scanned = steps.get(place, (-1, True))
+            if resets == self._table.resets:  # an optimizer has changed it since the forward
+                continue
+            row = _C.scan_once(parameter, False)
+            if isinstance(row, bytes) and self._is_news(row, place):
+                described = _C.describe(parameter) or ("float32", ())
+                scans[_SPOILED if scanned else _UNSCANNED].append((place.param, row, described))
+        yield from ((how, found) for how, found in scans.items() if found)
+
+    def _is_news(self, row: bytes, place: ParameterPlace) -> bool:
+        was_bad, is_bad = place in self._spoiled, bool(nonfinite(np.frombuffer(row, ROW))[0])
+        (self._spoiled.add if is_bad else self._spoiled.discard)(place)
+        return is_bad is not was_bad
+
+    def _suspects(self, since: int) -> list[tuple[torch.Tensor, ParameterPlace]]:
+        wanted = self._places(since) | self._spoiled
+        return [
+            (parameter, place)
+            for parameter, place in self._registry.live_parameters()
+            if place in wanted and place.param.row >= 0 and parameter.device.type == "cpu"
+        ]
+
+    def _places(self, since: int) -> set[ParameterPlace]:
+        """Parameters used where something went bad after a ticket was taken."""
+        tickets = {
+            self._table.nodes[row]: ticket
+            for row, ticket, only_neginf in self._table.core.bad_rows
+            if not (only_neginf and self._table.nodes[row].kind in ("input", "buffer"))  # a mask
+        }
+        bad = {node.row for node in tickets}
+        new = [node for node, ticket in tickets.items() if ticket > since]
+        in_forward = any(node.kind in ("input", "output") for node in tickets)
+        if not in_forward and any(node.kind in _OF_BACKWARD for node in new):
+            return {place for _, place in self._registry.live_parameters()}
+        return set(self._own_parameters({owner for n in new for owner in self._owners(n, bad)}))
+
+    def _owners(self, node: Node, bad: set[int]) -> Iterator[ModulePlace]:
+        """Modules whose own forward may have made a bad value out of good ones."""
+        place, around = node.place, node.place.parent
+        if node.kind == "input" and around is not None:
+            yield around
+        if node.kind == "output" and isinstance(place, ModulePlace):
+            sources = place.input_sources()
+            if sources & bad:
+                return
+            yield place
+            # What was not scanned on its way in may be the doing of the module around.
+            if around is not None and not any(map(self._table.order, sources)):
+                yield around
+
+    def _own_parameters(self, owners: set[ModulePlace]) -> Iterator[ParameterPlace]:
+        """Those of modules, and of others inside them that never run through their own call."""
+        for place in self._registry.places.values():
+            user: ModulePlace | None = place
+            while user is not None and user not in owners:
+                user = None if user.called else user.parent
+            if user is not None:
+                yield from place.parameters.values()

@@ -1,0 +1,205 @@
+"""The table of rows, the history of its snapshots, and rows as results."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanscan import _C
+from nanscan._collect.snapshot import Snapshot, Sweep
+from nanscan._data.places import Node
+from nanscan._data.row import ROW, Rows, absmax, finite_max, finite_min, nonfinite
+
+
+class Table:
+    """Rows of tensors: one a node, fixed from its first scan on.
+
+    Args:
+        history: how many steps to keep; memory is history * rows * 136 bytes on the host.
+        near_limit: share of a dtype's largest value from which a finite value makes a row notable.
+    """
+
+    def __init__(self, history: int, near_limit: float) -> None:
+        self.core = _C.Table(near_limit)
+        self._near_limit = near_limit
+        self.visit = self.core.visit
+        self.scan = self.core.scan
+        self.scan_many = self.core.scan_many
+        self.nodes: list[Node] = []
+        self._lock = threading.Lock()  # rows and nodes are of one length
+        self._steps = np.full(history, -1, np.int64)
+        self._rows = np.zeros((history, 0), ROW)
+        self._order = np.zeros((history, 0), np.uint64)
+        self._taken = 0
+        self.full_order = np.zeros(0, np.uint64)  # of the last step that scanned everything
+        self.resets = 0  # how often all rows began anew
+
+    @property
+    def visits(self) -> int:
+        """Rows visited since the last snapshot."""
+        return self.core.visits
+
+    @property
+    def last_ticket(self) -> int:
+        """Changes whenever a row goes bad."""
+        return self.core.last_ticket
+
+    @property
+    def on_device(self) -> bool:
+        """Whether snapshots arrive later than they are taken."""
+        return self.core.on_device
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something may have been scanned since the last snapshot."""
+        return self.core.visits > 0 or self.core.captured
+
+    def order(self, row: int) -> int:
+        """Position of a row among the first visits since the last snapshot; 0: not visited."""
+        return self.core.order(row)
+
+    def latest_order(self, row: int) -> int:
+        """The same; where it was not visited, that of the last step in which it was."""
+        return self.core.order(row) or self.core.latest_order(row)
+
+    def add(self, node: Node) -> int:
+        """Gives a node its row."""
+        with self._lock:
+            if node.row < 0:  # else another thread was faster
+                self.nodes.append(node)
+                node.row = self.core.add_row()
+        node.add_source(node.row)
+        return node.row
+
+    def take(self, step: int, *, keep: bool, reset: bool = True) -> Snapshot | None:
+        """Copies all rows to the host, or sends them there.
+
+        Args:
+            step: number of the step.
+            keep: make it part of the history; the arrays may then be views of the history and
+                valid until `history` more steps were kept.
+            reset: begin all rows anew. Else they go on: what is looked at amid a step stays in it.
+
+        Returns:
+            The snapshot, to be completed by `complete` once it is `ready`; None while a CUDA graph
+            records this thread's stream, and then all rows just go on.
+
+        Synchronization: none.
+        """
+        with self._lock:
+            count = len(self.nodes)
+            if keep and not self.on_device:
+                rows, order = self._next_slot(step, count)
+                keep = False
+            else:
+                rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
+            taken = self.core.snapshot(rows.view(np.uint8), order, reset)
+            self.resets += reset and taken is not None
+        if taken is None:
+            return None
+        notable, arrival = taken
+        describe = self.core.describe if arrival is None else arrival.describe
+        return Snapshot(step, rows, order, notable, reset, describe, arrival, keep=keep)
+
+    def complete(self, item: Snapshot | Sweep) -> Snapshot:
+        """A snapshot with all its rows.
+
+        Synchronization: waits for what has not arrived.
+        """
+        if isinstance(item, Sweep):
+            return self._swept(item)
+        if item.arrival is not None:
+            item.arrival.wait()
+            item.notable = item.arrival.merge_into(item.rows.view(np.uint8), item.order)
+            item.arrival = None  # its memory is free again; `describe` keeps the rest
+        if item.keep:
+            with self._lock:
+                rows, order = self._next_slot(item.step, len(item.rows))
+                rows[:], order[:] = item.rows, item.order
+        return item
+
+    def _swept(self, sweep: Sweep) -> Snapshot:
+        count = len(self.nodes)
+        rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
+        notable, descriptions = [], {}
+        for position, (node, scan, described) in enumerate(sweep.scans, start=1):
+            record = scan.wait() if isinstance(scan, _C.PendingScan) else scan
+            if not isinstance(record, bytes):
+                record = record.tobytes()
+            is_notable = self._is_notable(record, described[0])
+            if is_notable:
+                notable.append(node.row)
+            if is_notable or sweep.spoiled:  # these may as well be fine again
+                descriptions[node.row] = described
+                rows[node.row] = np.frombuffer(record, ROW)[0]
+                order[node.row] = position
+                if rows[node.row]["ticket"]:
+                    rows[node.row]["ticket"] = position
+        describe = descriptions.get
+        swept = Snapshot(sweep.step, rows, order, notable, False, describe)
+        swept.untrained, swept.spoiled = not sweep.spoiled, sweep.spoiled
+        swept.calls = sweep.calls
+        return swept
+
+    def merge(self, row: int, tensor: torch.Tensor, record: Rows) -> None:
+        """Merges a scan that plain torch made, where there are no kernels."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.core.merge(row, record.tobytes(), dtype, tuple(tensor.shape))
+
+    def _next_slot(self, step: int, count: int) -> tuple[Rows, npt.NDArray[np.uint64]]:
+        """The place of the history for a step, of `count` rows: never fewer than it had before."""
+        self._reserve(count)
+        slot = self._taken % len(self._steps)
+        self._taken += 1
+        self._steps[slot] = step
+        return self._rows[slot, :count], self._order[slot, :count]
+
+    def _reserve(self, count: int) -> None:
+        steps, capacity = self._rows.shape
+        if count <= capacity:
+            return
+        wider = max(count, 2 * capacity, 64)
+        rows, order = np.zeros((steps, wider), ROW), np.zeros((steps, wider), np.uint64)
+        rows[:, :capacity], order[:, :capacity] = self._rows, self._order
+        self._rows, self._order = rows, order
+
+    def _is_notable(self, record: bytes, dtype: str) -> bool:
+        """Whether a record of one scan is non-finite or near its dtype's limit."""
+        rows = np.frombuffer(record, ROW)
+        near = self._near_limit * torch.finfo(getattr(torch, dtype)).max
+        return bool(nonfinite(rows)[0] or absmax(rows)[0] >= near)
+
+    def history(self, row: int) -> dict[str, npt.NDArray[Any]]:
+        """The kept steps in which a row was scanned, oldest first, as arrays of one length."""
+        steps, kept = self.kept([row])
+        used = kept[:, 0]["calls"] > 0
+        rows, steps = kept[used, 0], steps[used]
+        return {
+            "step": steps,
+            "calls": rows["calls"],
+            "nan": rows["nan"],
+            "posinf": rows["posinf"],
+            "neginf": rows["neginf"],
+            "min": finite_min(rows),
+            "max": finite_max(rows),
+            "absmax": absmax(rows),
+        }
+
+    def kept(self, rows: list[int]) -> tuple[npt.NDArray[np.int64], Rows]:
+        """The kept steps, oldest first, and records `[steps, rows]`; zeros where not scanned."""
+        slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
+        slots = slots[self._steps[slots] >= 0]
+        records = np.zeros((len(slots), len(rows)), ROW)
+        for column, row in enumerate(rows):
+            if row < self._rows.shape[1]:  # else its first step is not over yet
+                records[:, column] = self._rows[slots, row]
+        return self._steps[slots], records
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table and its history."""
+        return int(len(self.nodes) * ROW.itemsize + self._rows.nbytes + self._order.nbytes)

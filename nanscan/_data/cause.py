@@ -1,0 +1,20 @@
+"""Cause: why something went bad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A likely cause.
+
+    Attributes:
+        title: what happened, in one line.
+        evidence: the numbers it rests on.
+        remedy: what to change, as code where possible.
+    """
+
+    title: str
+    evidence: str
+    remedy: str

@@ -1,0 +1,55 @@
+"""Which line of user code is running: frames of torch and nanscan are left out."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+from torch.autograd import graph
+from torch.utils import checkpoint
+
+_LIBRARIES = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, torch.__file__)
+)
+_ENGINE = graph._engine_run_backward.__code__  # noqa: SLF001 - what a backward starts with
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Whether a file belongs to torch, nanscan, or Python's import machinery."""
+    return file.startswith((*_LIBRARIES, "<frozen "))
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of user code from this one on; None if there is none."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def user_frame_in_backward(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+    """The innermost frame of user code that a backward called: a hook, a Function, a checkpoint's.
+
+    Returns:
+        The frame, None if there is none; and whether a checkpoint runs a forward again in it.
+    """
+    found = None
+    while frame is not None and frame.f_code is not _ENGINE:
+        if found is None and not is_library(frame.f_code.co_filename):
+            found = frame
+        if found is not None and frame.f_code.co_filename == checkpoint.__file__:
+            return found, True
+        frame = frame.f_back
+    return found, False
+
+
+def is_called_by(caller: CodeType, before: CodeType | None, frame: FrameType | None) -> bool:
+    """Whether a function runs in a frame or around it, inside of another one."""
+    while frame is not None and frame.f_code is not before:
+        if frame.f_code is caller:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,227 @@
+"""The places of a model: modules and parameters, and the nodes in them that rows stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nanscan._data.site import Kind, Site
+
+_MAX_CHILDREN = 256  # of one container; later ones share a node, so that memory stays bounded
+_MAX_SOURCES = 64
+_RECOMPUTED = " (recomputed)"
+
+
+class Place:
+    """What sites belong to, by name: a module or a parameter.
+
+    Attributes:
+        name: qualified name.
+        parent: the module around it; None for an outermost one.
+        watched: no filter leaves it out.
+    """
+
+    __slots__ = ("name", "parent", "watched")
+
+    def __init__(self, name: str, parent: ModulePlace | None) -> None:
+        self.name = name
+        self.parent = parent
+        self.watched = True
+
+    def is_inside(self, other: Place) -> bool:
+        """Whether this is `other` or lies within it."""
+        place: Place | None = self
+        while place is not None and place is not other:
+            place = place.parent
+        return place is not None
+
+
+class ModulePlace(Place):
+    """A module: its argument trees and its own parameters and buffers.
+
+    Attributes:
+        called: it ran at least once.
+        swept: for an outermost module: its parameters were scanned before its first call.
+    """
+
+    __slots__ = (
+        "buffers",
+        "called",
+        "inputs",
+        "keywords",
+        "outputs",
+        "parameters",
+        "recomputed",
+        "swept",
+    )
+
+    def __init__(self, name: str, parent: ModulePlace | None, *, late_keywords: bool) -> None:
+        super().__init__(name, parent)
+        self.called = False
+        self.swept = False
+        self.inputs = Node(self, "input")
+        self.keywords = Node(self, "input", late=late_keywords)
+        self.outputs = Node(self, "output")
+        self.recomputed = Node(self, "output", _RECOMPUTED)
+        self.parameters: dict[str, ParameterPlace] = {}
+        self.buffers: dict[str, SinglePlace] = {}
+
+    def nodes(self) -> Iterator[Node]:
+        """Every position of it that was seen so far, its parameters' and buffers' aside."""
+        yield from self.input_nodes()
+        for node in (*self.outputs.walk(), *self.recomputed.walk()):
+            yield node
+            if node.gradient is not None:
+                yield node.gradient
+
+    def input_sources(self) -> set[int]:
+        """Rows in which its inputs were found."""
+        return {row for node in self.input_nodes() for row in node.sources}
+
+    def parameter_sources(self) -> set[int]:
+        """Rows in which its own parameters were found."""
+        return {row for place in self.parameters.values() for row in place.param.sources}
+
+    def input_nodes(self) -> Iterator[Node]:
+        """Every argument position seen so far."""
+        yield from self.inputs.walk()
+        yield from self.keywords.walk()
+
+
+class SinglePlace(Place):
+    """What has one site: a buffer, the loss, a probe.
+
+    Attributes:
+        is_statistic: a running statistic of a normalisation layer: never a mask, and changed by
+            torch without a change of its version.
+    """
+
+    __slots__ = ("is_statistic", "node")
+
+    def __init__(self, name: str, parent: ModulePlace | None, kind: Kind) -> None:
+        super().__init__(name, parent)
+        self.node = Node(self, kind)
+        self.is_statistic = False
+
+    def nodes(self) -> Iterator[Node]:
+        """All that was seen there."""
+        return self.node.walk()
+
+
+class ParameterPlace(Place):
+    """A parameter with its gradient and its optimizer moments.
+
+    Attributes:
+        aliases: its other names, where weights are tied.
+    """
+
+    __slots__ = ("aliases", "grad", "param", "state")
+
+    def __init__(self, name: str, parent: ModulePlace | None) -> None:
+        super().__init__(name, parent)
+        self.aliases: list[str] = []
+        self.param = Node(self, "param")
+        self.grad = Node(self, "grad")
+        self.state: dict[str, Node] = {}
+
+    def nodes(self) -> Iterator[Node]:
+        """The parameter, its gradient and its moments."""
+        yield from (self.param, self.grad, *self.state.values())
+
+    def moment(self, name: str) -> Node:
+        """The node of an optimizer moment, such as "exp_avg"."""
+        return self.state.setdefault(name, Node(self, "state", name))
+
+
+class Node:
+    """One position in an argument tree, or one parameter, gradient or moment.
+
+    Attributes:
+        row: its row in the table, -1 until something was scanned for it.
+        sources: rows in which the tensors seen here were found, this node's own among them.
+        computed: autograd had a history of the tensor first scanned here: it came out of some code.
+        late: scanned after the module ran, though it went in before (keyword arguments of global
+            hooks).
+        skipped: why what was seen here was not scanned, if so.
+        gradient: of an output: what is seen of its gradient.
+        hook: of an output: scans a gradient into that.
+        hooked: a tensor that has this hook, and nothing else to it.
+    """
+
+    __slots__ = (
+        "children",
+        "computed",
+        "gradient",
+        "hook",
+        "hooked",
+        "items",
+        "kind",
+        "late",
+        "path",
+        "place",
+        "row",
+        "skipped",
+        "sources",
+    )
+
+    def __init__(self, place: Place, kind: Kind, path: str = "", *, late: bool = False) -> None:
+        self.place = place
+        self.kind = kind
+        self.path = path
+        self.late = late
+        self.computed = False
+        self.row = -1
+        self.sources: set[int] = set()
+        self.skipped = ""
+        self.gradient: Node | None = None
+        self.hook: Callable[[Any], None] | None = None
+        self.hooked: torch.Tensor | None = None
+        self.items: list[Node] = []  # children by position
+        self.children: dict[object, Node] = {}  # children by key
+
+    @property
+    def site(self) -> Site:
+        return Site(self.place.name, self.kind, self.path)
+
+    def item(self, index: int) -> Node:
+        """The child at a position of a tuple or list."""
+        items = self.items
+        if index < len(items):
+            return items[index]
+        while len(items) <= min(index, _MAX_CHILDREN - 1):
+            label = f"[{len(items)}{'+' if len(items) == _MAX_CHILDREN - 1 else ''}]"
+            items.append(self._below(label))
+        return items[-1]
+
+    def child(self, key: object) -> Node:
+        """The child under a key of a mapping, a field or an attribute."""
+        node = self.children.get(key)
+        if node is None:
+            if len(self.children) >= _MAX_CHILDREN:
+                key = "..."
+            label = f".{key}" if isinstance(key, str) else f"[{key!r}]"
+            node = self.children.setdefault(key, self._below(label))
+        return node
+
+    def _below(self, label: str) -> Node:
+        return Node(self.place, self.kind, self.path + label, late=self.late)
+
+    def first_time(self) -> Node:
+        """Of an output that a checkpoint recomputed: the same position in the first forward."""
+        place = self.place
+        if not isinstance(place, ModulePlace) or not self.path.startswith(_RECOMPUTED):
+            return self
+        path = self.path.removeprefix(_RECOMPUTED)
+        return next((node for node in place.outputs.walk() if node.path == path), self)
+
+    def add_source(self, row: int) -> None:
+        if len(self.sources) < _MAX_SOURCES:
+            self.sources.add(row)
+
+    def walk(self) -> Iterator[Node]:
+        """This node and all below it."""
+        yield self
+        for node in (*self.items, *self.children.values()):
+            yield from node.walk()

@@ -1,0 +1,257 @@
+"""ScanResult: what one or more scans of a tensor found."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from nanscan import _C
+from nanscan._data.row import Rows
+
+Record = bytes | np.void | Rows  # of one row
+_FIELDS = struct.Struct("<7Q4I2d2Q24x")
+_SIGN = 1 << 63
+_ALL = (1 << 64) - 1
+
+
+def _value_of_key(key: int) -> float | None:
+    if key == 0:
+        return None
+    bits = key ^ _SIGN if key & _SIGN else key ^ _ALL
+    value: float = struct.unpack("<d", struct.pack("<Q", bits))[0]
+    return value
+
+
+class ScanResult:
+    """What one pass over a tensor found. Immutable.
+
+    Counts and extremes of a complex tensor are those of its real and imaginary parts, so `numel` is
+    twice the tensor's. Extremes and moments are over finite values; they are None where there is
+    none.
+
+    Attributes:
+        shape: of the tensor that was scanned.
+        dtype: of the tensor that was scanned.
+        numel: elements scanned; over all calls where several were merged.
+        nan_count: elements that are NaN, whatever their sign and payload.
+        posinf_count: elements that are +Inf.
+        neginf_count: elements that are -Inf.
+        calls: scans merged into this result.
+
+    Synchronization: none until a value is read; then it waits for the scan, and so for what was
+        sent to its CUDA stream before. On the CPU the scan is done when `check` returns.
+    """
+
+    numel: int
+    nan_count: int
+    posinf_count: int
+    neginf_count: int
+    calls: int
+
+    __slots__ = (
+        "_first_bad",
+        "_max_key",
+        "_min_key",
+        "_moments",
+        "_pending",
+        "_with_moments",
+        "calls",
+        "dtype",
+        "nan_count",
+        "neginf_count",
+        "numel",
+        "posinf_count",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        row: Record | _C.PendingScan,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        moments: bool = False,
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._with_moments = moments
+        self._pending: _C.PendingScan | None = None
+        if isinstance(row, _C.PendingScan):
+            self._pending = row
+        else:
+            self._read(row)
+
+    def __getattr__(self, name: str) -> Any:
+        """The first value that is read waits for the scan."""
+        if name in ScanResult.__annotations__ or name in self.__slots__[:4]:
+            pending = object.__getattribute__(self, "_pending")
+            if pending is not None:
+                self._read(pending.wait())
+                self._pending = None
+        return object.__getattribute__(self, name)  # or raises what it raised before
+
+    def _read(self, row: Record) -> None:
+        (
+            self.numel,
+            self.nan_count,
+            self.posinf_count,
+            self.neginf_count,
+            self._max_key,
+            self._min_key,
+            self._first_bad,
+            self.calls,
+            *_,
+            total,
+            squares,
+            zeros,
+            subnormals,
+        ) = _FIELDS.unpack(row if isinstance(row, bytes) else row.tobytes())
+        self._moments: tuple[float, float, int, int] | None = (
+            (total, squares, zeros, subnormals) if self._with_moments else None
+        )
+
+    @property
+    def inf_count(self) -> int:
+        """Elements that are +Inf or -Inf."""
+        return self.posinf_count + self.neginf_count
+
+    @property
+    def nonfinite_count(self) -> int:
+        """Elements that are NaN, +Inf or -Inf."""
+        return self.nan_count + self.inf_count
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is finite; True for an empty tensor."""
+        return self.nonfinite_count == 0
+
+    @property
+    def min(self) -> float | None:
+        """Smallest finite value; -0.0 counts as smaller than +0.0."""
+        return _value_of_key(self._min_key ^ _ALL if self._min_key else 0)
+
+    @property
+    def max(self) -> float | None:
+        """Largest finite value."""
+        return _value_of_key(self._max_key)
+
+    @property
+    def absmax(self) -> float | None:
+        """Largest finite magnitude: max(|min|, |max|)."""
+        if self._max_key == 0:
+            return None
+        # As integers: a comparison of floats takes subnormals for 0 under flush-to-zero.
+        keys = (self._max_key, self._min_key ^ _ALL)
+        return _value_of_key(max(key if key & _SIGN else key ^ _ALL for key in keys) | _SIGN)
+
+    @property
+    def first_nonfinite(self) -> tuple[int, ...] | None:
+        """Index of the first non-finite element in row-major order, or None if all are finite."""
+        if self._first_bad == 0:
+            return None
+        flat = self._first_bad ^ _ALL
+        if self.dtype.is_complex:
+            flat //= 2
+        if flat >= math.prod(self.shape):  # merged calls of different shapes
+            return None
+        return tuple(int(i) for i in np.unravel_index(flat, self.shape)) if self.shape else ()
+
+    def _moment(self, index: int) -> float:
+        if self._moments is None:
+            raise AttributeError(
+                "nanscan: this scan took no moments; ask for them with check(x, moments=True)"
+            )
+        return self._moments[index]
+
+    def _per_finite(self, total: float) -> float | None:
+        finite = self.numel - self.nonfinite_count
+        return total / finite if finite else None
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the finite values, summed in float64."""
+        return self._per_finite(self._moment(0))
+
+    @property
+    def rms(self) -> float | None:
+        """Root mean square of the finite values."""
+        square = self._per_finite(self._moment(1))
+        return None if square is None else math.sqrt(square)
+
+    @property
+    def std(self) -> float | None:
+        """Population standard deviation of the finite values: sqrt(E[x^2] - E[x]^2)."""
+        mean, square = self.mean, self._per_finite(self._moment(1))
+        if mean is None or square is None:
+            return None
+        variance = square - mean * mean
+        return math.sqrt(variance) if variance > 0 else 0.0 if variance <= 0 else variance
+
+    @property
+    def zero_count(self) -> int:
+        """Elements that are +0.0 or -0.0."""
+        return int(self._moment(2))
+
+    @property
+    def subnormal_count(self) -> int:
+        """Elements that are subnormal in the tensor's own format."""
+        return int(self._moment(3))
+
+    def ready(self) -> bool:
+        """Whether reading a value would not block. Synchronization: none."""
+        return self._pending is None or self._pending.ready()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every value under its attribute's name, as plain Python objects fit for JSON."""
+        names = [
+            *("numel", "nan_count", "posinf_count", "neginf_count", "inf_count"),
+            *("nonfinite_count", "is_finite", "min", "max", "absmax", "first_nonfinite", "calls"),
+        ]
+        if self._moments is not None:
+            names += ["mean", "std", "rms", "zero_count", "subnormal_count"]
+        values = {name: getattr(self, name) for name in names}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": list(self.shape), **values}
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("nanscan: a ScanResult has no truth value; read .is_finite")
+
+    def __repr__(self) -> str:
+        values = self.to_dict()
+        dtype, shape = values.pop("dtype"), values.pop("shape")
+        body = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return f"ScanResult({dtype} {shape}, {body})"
+
+
+def bad_counts(result: ScanResult) -> str:
+    """Such as "3 NaN, 1 +Inf"; "" where all is finite."""
+    counts = {
+        "NaN": result.nan_count,
+        "+Inf": result.posinf_count,
+        "-Inf": result.neginf_count,
+    }
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
+def describe_parts(result: ScanResult) -> list[str]:
+    """What `describe` joins: counts of how many; where first; the range of the rest."""
+    counts = bad_counts(result)
+    dtype = str(result.dtype).removeprefix("torch.")
+    what = f"{counts} of {result.numel:,}" if counts else f"{result.numel:,} finite"
+    parts = [f"{what} ({dtype} {list(result.shape)})"]
+    if result.first_nonfinite is not None:
+        parts.append(f"first at {result.first_nonfinite}")
+    if result.min is not None:
+        parts.append(f"finite values in [{result.min:.6g}, {result.max:.6g}]")
+    elif result.numel:
+        parts.append("no finite value")
+    return parts
+
+
+def describe(result: ScanResult) -> str:
+    """One line: what is wrong, of how many, where first, and the range of the rest."""
+    return ", ".join(describe_parts(result))

@@ -1,0 +1,434 @@
+"""Steps that are saved for a replay: what went into the model, and the state of all randomness."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import random
+import shutil
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanscan._collect.names import Registry
+from nanscan._data.places import ModulePlace, Place
+from nanscan._data.site import Kind, Site
+
+if TYPE_CHECKING:
+    from nanscan._data.finding import Finding
+
+_logger = logging.getLogger("nanscan")
+
+
+_MAX_SAVES = 3  # of one run
+_MAX_CALLS = 8  # outermost modules of one step whose last call is kept
+_MAX_DEPTH = 16  # of nested containers
+_MAX_STATE_BYTES = 1 << 30
+_CALL_FILE, _STATE_FILE, _TEXT_FILE = "call.pt", "state_dict.pt", "finding.txt"
+
+# What torch.load takes with weights_only=True, tensors and containers aside.
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes}
+    | {torch.dtype, torch.device, torch.layout, torch.Size}
+)
+_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+@dataclass
+class _Kept:
+    """A tensor that went into a call, with its version then; None: torch counts none for it."""
+
+    tensor: torch.Tensor
+    version: int | None
+    path: str
+
+
+@dataclass
+class Call:
+    """How a call of an outermost module began.
+
+    Attributes:
+        module: the module.
+        args: positional arguments; containers are copies, with each tensor in a `_Kept`.
+        kwargs: keyword arguments.
+        rng: states of random number generators.
+        autocast: dtype by type of device, where autocast was on.
+        notes: what is special about arguments, by path.
+        steps: how many steps optimizers had taken.
+    """
+
+    module: weakref.ref[nn.Module]
+    args: Any
+    kwargs: Any
+    rng: dict[str, Any]
+    autocast: dict[str, torch.dtype]
+    notes: dict[str, str]
+    steps: int
+
+
+class Saver:
+    """Keeps how calls began, and writes one down when its step was bad.
+
+    Args:
+        folder: where to; made when first needed.
+        registry: places of modules.
+    """
+
+    def __init__(self, folder: Path, registry: Registry) -> None:
+        self._folder = folder
+        self._registry = registry
+        self._calls: dict[int, Call] = {}  # by id(module), latest last
+        self.steps = 0  # of optimizers
+        self._left = _MAX_SAVES
+        self.latest: Path | None = None  # what was written last
+        self._warned = False
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The last call of each outermost module in this step."""
+        return tuple(self._calls.values())
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether an earlier call of a module in this step would be forgotten for the next."""
+        return id(module) in self._calls
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An outermost module is about to run. Never raises."""
+        if self._left == 0:
+            return
+        self._calls.pop(id(module), None)
+        notes: dict[str, str] = {}
+        with self._troubles("keep the inputs of a step"):
+            self._calls[id(module)] = Call(
+                weakref.ref(module),
+                _structure(args, "args", notes),
+                _structure(kwargs, "kwargs", notes),
+                _rng_states(),
+                {
+                    kind: torch.get_autocast_dtype(kind)
+                    for kind in ("cpu", "cuda")
+                    if torch.is_autocast_enabled(kind)
+                },
+                notes,
+                self.steps,
+            )
+        while len(self._calls) > _MAX_CALLS:
+            del self._calls[next(iter(self._calls))]
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._calls.clear()
+
+    def save(self, finding: Finding, place: Place | None, calls: tuple[Call, ...]) -> None:
+        """Writes down a bad step. Never raises.
+
+        Args:
+            finding: what was found.
+            place: where.
+            calls: of that step.
+        """
+        if self._left == 0:
+            return
+        self._left -= 1
+        with self._troubles(f"save step {finding.step}"):
+            target = self._write(finding, self._choose(place, calls))
+            self.latest = target
+            _logger.warning("nanscan: saved step %d to %s", finding.step, target)
+
+    def _choose(self, place: Place | None, calls: tuple[Call, ...]) -> Call | None:
+        """The last call of the outermost module in which something was found.
+
+        Of any, where that belongs to no module, such as the loss. None where that call is not
+        known, as when another thread ended the step in its midst.
+        """
+        for call in reversed(calls):
+            root = self._registry.places.get(id(call.module()))
+            if place is not None and root is not None and place.is_inside(root):
+                return call
+        while place is not None and place.parent is not None:
+            place = place.parent
+        return None if isinstance(place, ModulePlace) or not calls else calls[-1]
+
+    def _write(self, finding: Finding, call: Call | None) -> Path:
+        name = f"step-{finding.step}-rank-{finding.rank}"
+        part = self._folder / f".{name}.{os.getpid()}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            notes = (
+                {"": "the call in which it was found is not known"} if call is None else call.notes
+            )
+            module = call.module() if call is not None else None
+            state = None if module is None else _state(module, notes)
+            if state is not None and call is not None and call.steps != self.steps:
+                notes["state_dict"] = "as it was after the optimizer's step that followed the call"
+            content = {
+                "step": finding.step,
+                "rank": finding.rank,
+                "site": [finding.site.name, finding.site.kind, finding.site.path],
+                "verdict": finding.verdict,
+                "text": str(finding),
+                "args": () if call is None else _content(call.args, notes),
+                "kwargs": {} if call is None else _content(call.kwargs, notes),
+                "rng": {} if call is None else _listed(call.rng),
+                "autocast": {} if call is None else call.autocast,
+                "training": {}
+                if module is None
+                else {key: child.training for key, child in module.named_modules()},
+                "notes": notes,
+                "versions": _versions(),
+            }
+            _save(content, part / _CALL_FILE)
+            if state is not None:
+                _save(state, part / _STATE_FILE)
+            text = [content["text"], *(f"{path}: {note}" for path, note in notes.items()), ""]
+            (part / _TEXT_FILE).write_text("\n".join(text), encoding="utf-8")
+            for number in itertools.count(1):
+                target = self._folder / (name if number == 1 else f"{name}-{number}")
+                if not target.exists():
+                    break
+            part.rename(target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return target
+
+    @contextlib.contextmanager
+    def _troubles(self, what: str) -> Iterator[None]:
+        """Logs the first error, and lets training go on after any."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a disk, a container of the user's, pickle, ...
+            if not self._warned:
+                self._warned = True
+                inner = error.__context__  # torch hides why it could not write
+                why = inner if isinstance(inner, OSError) else error
+                _logger.warning("nanscan: could not %s: %s: %s", what, type(why).__name__, why)
+
+
+def _structure(x: Any, path: str, notes: dict[str, str], depth: int = 0) -> Any:
+    """Containers copied, tensors in a `_Kept`, and None for what cannot be loaded, with a note."""
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if kind in _TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x):  # noqa: SLF001
+        return _Kept(x, None if x.is_inference() else x._version, path)  # noqa: SLF001
+    if depth < _MAX_DEPTH:
+        if isinstance(x, (tuple, list)):
+            plain: Any = list if isinstance(x, list) else tuple
+            if kind is not plain:
+                notes[path] = f"a {_type_name(x)}, kept as a {plain.__name__}"
+            return plain(
+                _structure(item, f"{path}[{i}]", notes, depth + 1) for i, item in enumerate(x)
+            )
+        if isinstance(x, Mapping) and all(type(key) in _PLAIN for key in x):
+            if kind not in (dict, OrderedDict):
+                notes[path] = f"a {_type_name(x)}, kept as a dict"
+            pairs = (
+                (key, _structure(value, f"{path}[{key!r}]", notes, depth + 1))
+                for key, value in x.items()
+            )
+            return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
+    notes[path] = f"a {_type_name(x)}: left out"
+    return None
+
+
+def _content(x: Any, notes: dict[str, str], done: dict[int, torch.Tensor] | None = None) -> Any:
+    """What `_structure` made, with tensors, and None for those that are not what they were."""
+    done = {} if done is None else done
+    if isinstance(x, (tuple, list)) and type(x) not in _PLAIN:
+        return type(x)(_content(item, notes, done) for item in x)
+    if isinstance(x, dict):
+        return type(x)((key, _content(value, notes, done)) for key, value in x.items())
+    if not isinstance(x, _Kept):
+        return x
+    if x.version is None:
+        notes[x.path] = "an inference tensor: torch cannot tell whether it was changed since"
+    elif x.version != x.tensor._version:  # noqa: SLF001
+        notes[x.path] = "changed in place since the call began: left out"
+        return None
+    if id(x.tensor) not in done:
+        done[id(x.tensor)] = _compact(x.tensor)
+    return done[id(x.tensor)]
+
+
+def _save(content: Any, path: Path) -> None:
+    with path.open("wb") as file:  # given the path alone, torch would not say what went wrong
+        torch.save(content, file)
+
+
+def _compact(x: torch.Tensor) -> torch.Tensor:
+    """Without history, and without the rest of a storage that it is a part of."""
+    plain = x.detach()
+    if x.layout == torch.strided and not (x.is_nested or x.is_meta or x.is_quantized):
+        if plain.untyped_storage().nbytes() > plain.numel() * plain.element_size():
+            plain = plain.clone()
+        if x.requires_grad:
+            plain.requires_grad_()
+    return plain
+
+
+def _state(module: nn.Module, notes: dict[str, str]) -> dict[str, Any] | None:
+    """Parameters and persistent buffers under the names of state_dict(), which may do anything.
+
+    With FSDP it would wait for other ranks.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        stem = f"{prefix}." if prefix else ""
+        for name, x in itertools.chain(child._parameters.items(), child._buffers.items()):  # noqa: SLF001
+            if x is not None and name not in child._non_persistent_buffers_set:  # noqa: SLF001
+                tensors[stem + name] = x
+    size = sum({id(x): x.numel() * x.element_size() for x in tensors.values()}.values())
+    if size > _MAX_STATE_BYTES:
+        notes["state_dict"] = f"of {size:,} bytes: left out"
+        return None
+    done: dict[int, torch.Tensor] = {}
+    state = {}
+    for name, x in tensors.items():
+        if type(x) not in _TENSORS:
+            notes[f"state_dict[{name!r}]"] = f"a {_type_name(x)}: left out"
+            continue
+        if id(x) not in done:
+            done[id(x)] = _compact(x)
+        state[name] = done[id(x)].detach()
+    return state
+
+
+def _rng_states() -> dict[str, Any]:
+    """Synchronization: none, the states of CUDA are on the host."""
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - what users' code draws from
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": _cuda_rng_states(),
+        "python": random.getstate(),
+        "numpy": numpy,
+    }
+
+
+def _cuda_rng_states() -> dict[int, torch.Tensor]:
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not initialized or torch.cuda.is_current_stream_capturing():
+        return {}
+    return {i: torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
+
+
+def _listed(x: Any) -> Any:
+    """With arrays as lists, which torch.load takes."""
+    if isinstance(x, dict):
+        return {key: _listed(value) for key, value in x.items()}
+    return x.tolist() if isinstance(x, (np.ndarray, np.generic)) else x
+
+
+def _versions() -> dict[str, str]:
+    from nanscan import __version__  # noqa: PLC0415 - the package imports this module
+
+    return {"nanscan": __version__, "torch": str(torch.__version__)}
+
+
+def _type_name(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+
+
+@dataclass
+class Saved:
+    """A bad step as `load_saved` returns it.
+
+    Attributes:
+        args: positional inputs of the outermost module's last call of that step, as they were
+            before it; None where one was left out.
+        kwargs: its keyword inputs.
+        step: number of the step.
+        rank: of the process.
+        site: where it went bad.
+        verdict: what it was.
+        text: the report.
+        rng: states of the random number generators before the call: "torch", "cuda" by index,
+            "python" and "numpy".
+        state_dict: parameters and buffers of the outermost module; None where they were left out.
+        training: whether each of its modules was in training mode, by name.
+        autocast: dtype by type of device, where autocast was on.
+        notes: what was left out, changed or is otherwise not as it was, by path, such as
+            "args[0]" or "state_dict".
+        versions: of "nanscan" and "torch".
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    step: int
+    rank: int
+    site: Site
+    verdict: str
+    text: str
+    rng: dict[str, Any] = field(repr=False)
+    state_dict: dict[str, torch.Tensor] | None = field(repr=False)
+    training: dict[str, bool] = field(repr=False)
+    autocast: dict[str, torch.dtype]
+    notes: dict[str, str]
+    versions: dict[str, str]
+
+    def restore_rng(self) -> None:
+        """Sets the random number generators of this process to what they were before the call.
+
+        Those of CUDA devices that are not there are left out.
+
+        Raises:
+            ValueError: the call is not known, so there are none.
+        """
+        if not self.rng:
+            raise ValueError("nanscan: no states of random number generators were saved")
+        torch.set_rng_state(self.rng["torch"].cpu())
+        random.setstate(self.rng["python"])
+        np.random.set_state(self.rng["numpy"])  # noqa: NPY002 - as above
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for index, state in self.rng["cuda"].items():
+            if index < devices:
+                torch.cuda.set_rng_state(state.cpu(), index)
+
+    def differing(self, model: nn.Module) -> list[str]:
+        """Names of parameters and buffers by which a model cannot be the one that was saved.
+
+        A buffer may come into being in a forward only.
+        """
+        state = self.state_dict or {}
+        parameters, others = set(), set()
+        for prefix, child in model.named_modules(remove_duplicate=False):
+            stem = f"{prefix}." if prefix else ""
+            others |= {stem + name for name in (*child._parameters, *child._buffers)}  # noqa: SLF001
+            parameters |= {stem + k for k, x in child._parameters.items() if x is not None}  # noqa: SLF001
+        missing = {x for x in parameters - state.keys() if f"state_dict[{x!r}]" not in self.notes}
+        return sorted(missing | (state.keys() - others))
+
+
+def load_saved(path: str | os.PathLike[str], map_location: Any = None) -> Saved:
+    """Reads what `enable(..., save=folder)` wrote about a bad step.
+
+    Args:
+        path: its directory, such as "folder/step-812-rank-0".
+        map_location: where tensors go, as for `torch.load`, which is called with
+            weights_only=True.
+
+    Returns:
+        Inputs, parameters and states of random number generators with which to run the step again.
+
+    Raises:
+        FileNotFoundError: there is nothing of the kind.
+    """
+    folder = Path(path)
+    if not (folder / _CALL_FILE).is_file():
+        raise FileNotFoundError(f"nanscan: no saved step in {folder}")
+    content = torch.load(folder / _CALL_FILE, map_location=map_location, weights_only=True)
+    state = None
+    if (folder / _STATE_FILE).is_file():
+        state = torch.load(folder / _STATE_FILE, map_location=map_location, weights_only=True)
+    name, kind, argument = content.pop("site")
+    kind_: Kind = kind
+    return Saved(site=Site(name, kind_, argument), state_dict=state, **content)

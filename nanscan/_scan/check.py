@@ -1,0 +1,149 @@
+"""check, check_many, assert_finite: one tensor, one pass, one result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nanscan import _C
+from nanscan._data.dtypes import DTYPES
+from nanscan._data.errors import NonFiniteError
+from nanscan._data.result import ScanResult, describe
+from nanscan._scan.dispatch import scan_anywhere
+from nanscan._scan.unwrap import Unscannable, plain_parts, reason
+
+
+def check(x: torch.Tensor, *, moments: bool = False) -> ScanResult:
+    """Scans one tensor of any shape and layout in one pass.
+
+    Args:
+        x: floating-point or complex tensor. Sparse tensors are scanned over their stored values,
+            tensor subclasses over what they wrap (DTensor: the local shard).
+        moments: also take mean, std, rms and the counts of zeros and subnormals.
+
+    Returns:
+        What was found. `first_nonfinite` is the first in row-major order.
+
+    Raises:
+        TypeError: `x` is no tensor, not floating point, or of a kind that cannot be scanned.
+        ValueError: `x` has elements but no data (meta device, freed storage).
+        RuntimeError: the CUDA driver failed; the message has its error and what was being done.
+
+    Synchronization: none on the CPU and on CUDA devices, where the scan is one launch on the
+        tensor's current stream; the first one on a device loads the kernels. A tensor on a device
+        without kernels is copied to the host.
+    """
+    row = _C.scan_once(x, moments)
+    if not isinstance(row, int):
+        return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - a subclass may redefine anything
+        return _check_other(x, row, moments=moments)
+
+
+def _check_other(x: torch.Tensor, status: int, *, moments: bool) -> ScanResult:
+    """Everything the core does not take as it is: unwraps it, or says what is wrong."""
+    if not isinstance(x, torch.Tensor):
+        hint = "; check_many takes containers" if isinstance(x, (list, tuple, dict)) else ""
+        raise TypeError(f"nanscan: expected a torch.Tensor, got {_type_name(x)}{hint}")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"nanscan: expected a floating-point tensor, got {x.dtype}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"nanscan: no kernel for {x.dtype}; supported are {_dtype_names()}")
+    if x.is_meta:
+        raise ValueError("nanscan: expected a tensor with data, got one on the meta device")
+    if status == _C.NO_DATA:
+        raise ValueError(
+            f"nanscan: expected a tensor with data, got one of shape {list(x.shape)} whose storage "
+            "is freed"
+        )
+    row = scan_anywhere(x, moments=moments)
+    if not isinstance(row, int):
+        return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
+    return _check_parts(x, moments=moments)
+
+
+def _check_parts(x: torch.Tensor, *, moments: bool) -> ScanResult:
+    try:
+        parts = plain_parts(x)
+    except Unscannable as why:
+        raise TypeError(f"nanscan: cannot scan this {_type_name(x)}: {why}") from None
+    if len(parts) != 1:
+        names = ", ".join(name for name, _ in parts) or "none"
+        raise TypeError(
+            f"nanscan: a {_type_name(x)} has several or no floating-point parts ({names}); "
+            "check them one by one"
+        )
+    plain = parts[0][1]
+    row = scan_anywhere(plain, moments=moments)
+    if not isinstance(row, int):
+        return ScanResult(row, tuple(plain.shape), plain.dtype, moments=moments)
+    kind = ValueError if row == _C.NO_DATA else TypeError
+    raise kind(f"nanscan: cannot scan this {_type_name(x)}: {reason(plain, row)}")
+
+
+def _type_name(x: object) -> str:
+    module, name = type(x).__module__, type(x).__qualname__
+    return name if module == "builtins" else f"{module}.{name}"
+
+
+def _dtype_names() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+
+
+def check_many(tensors: Any, *, moments: bool = False) -> Any:
+    """Scans every tensor of a pytree; those of a CUDA device share launches.
+
+    Args:
+        tensors: any nesting of lists, tuples, dicts, named tuples and registered pytree nodes with
+            tensors as leaves. A None leaf (a gradient that is not there) stays None.
+        moments: as for `check`.
+
+    Returns:
+        The same structure with a ScanResult for each tensor.
+
+    Raises:
+        TypeError: as for `check`; the message names the leaf.
+        ValueError: as for `check`; the message names the leaf.
+
+    Synchronization: as for `check`.
+    """
+    leaves, structure = pytree.tree_flatten(tensors)
+    rows = _C.scan_once_many(leaves, moments)
+    results: list[ScanResult | None] = []
+    for position, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
+        if leaf is None:
+            results.append(None)
+        elif not isinstance(row, int):
+            results.append(ScanResult(row, tuple(leaf.shape), leaf.dtype, moments=moments))
+        else:
+            try:
+                results.append(check(leaf, moments=moments))
+            except (TypeError, ValueError) as error:
+                where = pytree.keystr(pytree.tree_flatten_with_path(tensors)[0][position][0])
+                raise type(error)(f"{error} (at {where or 'the root'})") from None
+    return pytree.tree_unflatten(results, structure)
+
+
+def assert_finite(x: torch.Tensor, name: str | None = None) -> None:
+    """Raises unless every element of a tensor is finite.
+
+    Args:
+        x: as for `check`.
+        name: what to call the tensor in the error.
+
+    Raises:
+        NonFiniteError: with counts, the first index and the range of the finite values; `.result`
+            holds the ScanResult.
+        TypeError: as for `check`.
+        ValueError: as for `check`.
+
+    Synchronization: waits for the scan.
+    """
+    result = check(x)
+    if result.is_finite:
+        return
+    raise NonFiniteError(
+        f"nanscan: {name or 'tensor'} is not finite: {describe(result)}", result=result
+    )
