@@ -11,10 +11,13 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <type_traits>
 
 #include "calls.h"
 #include "cpu/scan.h"
 #include "cuda/results.h"
+#include "host_scan.h"
+#include "scannable.h"
 #include "table.h"
 
 namespace py = pybind11;
@@ -66,8 +69,7 @@ bool is_launched(const TensorView& view) {
 }
 
 py::bytes scan_now(const TensorView& view, bool moments) {
-  Row row{};
-  scan_once(view, moments, row);
+  const Row row = scan_once(view, moments);
   return py::bytes(reinterpret_cast<const char*>(&row), sizeof row);
 }
 
@@ -249,9 +251,17 @@ std::vector<int> merge_arrival(Arrival& arrival, ByteArray rows, OrderArray orde
   return arrival.merge_into(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
-const char* const kDTypeNames[kDTypeCount] = {"float16",         "bfloat16",       "float32",
-                                              "float64",         "float8_e4m3fn",  "float8_e5m2",
-                                              "float8_e4m3fnuz", "float8_e5m2fnuz"};
+// By DType: torch's name, and whether torch has complex numbers of two such values.
+struct DTypeTraits {
+  const char* name;
+  bool has_complex;
+};
+constexpr DTypeTraits kDTypes[] = {
+#define NANSCAN_TRAITS(dtype, torch_name, storage, exponent, mantissa, bias, family, dlpack_code) \
+  {#torch_name, dlpack::dlpack_code == dlpack::kFloat},
+    NANSCAN_DTYPES(NANSCAN_TRAITS)
+#undef NANSCAN_TRAITS
+};
 
 const RowContext& context_of(const Table& table, int row) {
   if (row < 0 || row >= table.size())
@@ -263,7 +273,7 @@ const RowContext& context_of(const Table& table, int row) {
 // torch's name of a dtype whose real format is this.
 std::string name_of(DType dtype, bool is_complex) {
   if (is_complex) return "complex" + std::to_string(2 * 8 * item_size(dtype));
-  return kDTypeNames[static_cast<int>(dtype)];
+  return kDTypes[static_cast<int>(dtype)].name;
 }
 
 py::object as_tuple(DType dtype, bool is_complex, const int64_t* sizes, size_t count) {
@@ -376,17 +386,18 @@ void define_cuda(py::module_& m) {
 
 void define_calls(py::module_& m) {
   py::class_<Calls>(m, "Calls")
-      .def(py::init([](Table& table, py::handle slow, bool inputs, bool outputs, bool late,
+      .def(py::init([](Table& table, py::handle python_hooks, bool inputs, bool outputs, bool late,
                        bool gradients) {
-             return std::make_unique<Calls>(table, slow.ptr(), inputs, outputs, late, gradients);
+             return std::make_unique<Calls>(table, python_hooks.ptr(), inputs, outputs, late,
+                                            gradients);
            }),
-           py::arg("table"), py::arg("slow"), py::arg("inputs"), py::arg("outputs"),
+           py::arg("table"), py::arg("python_hooks"), py::arg("inputs"), py::arg("outputs"),
            py::arg("late_keywords"), py::arg("gradients"), py::keep_alive<1, 2>())
       .def("add",
            [](Calls& calls, uintptr_t module, py::handle place, bool outermost, bool watched,
-              bool sentinel) {
+              bool always) {
              calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost, watched,
-                       sentinel);
+                       always);
            })
       .def("remove", [](Calls& calls,
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
@@ -423,6 +434,30 @@ void define_calls(py::module_& m) {
         return bound<Calls, calls_after>(std::move(self), "after",
                                          "after(module, kwargs[, output])");
       });
+}
+
+// torch's names of all dtypes that can be scanned: the real ones, then the complex ones.
+py::tuple dtype_names() {
+  py::list names;
+  for (int i = 0; i < kDTypeCount; ++i) names.append(name_of(static_cast<DType>(i), false));
+  for (int i = 0; i < kDTypeCount; ++i)
+    if (kDTypes[i].has_complex) names.append(name_of(static_cast<DType>(i), true));
+  return names;
+}
+
+template <typename T>
+std::string numpy_format() {
+  const char* const kind = std::is_floating_point_v<T> ? "f" : std::is_signed_v<T> ? "i" : "u";
+  return kind + std::to_string(sizeof(T));
+}
+
+// (name, NumPy format) of each field of a Row, in the order of memory.
+py::tuple row_fields() {
+  py::list fields;
+#define NANSCAN_FIELD(type, name, merge) fields.append(py::make_tuple(#name, numpy_format<type>()));
+  NANSCAN_ROW_FIELDS(NANSCAN_FIELD)
+#undef NANSCAN_FIELD
+  return fields;
 }
 
 void define_status(py::module_& m) {
@@ -478,6 +513,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("use_variant", &use_variant);
   m.def("plain_read", &plain_read);
   m.def("noop", [](const py::object&, int) { return 0; });
+  m.attr("DTYPES") = dtype_names();
+  m.attr("ROW_FIELDS") = row_fields();
   m.attr("CUDA_TOOLKIT") = NANSCAN_CUDA_TOOLKIT;
   m.attr("CUDA_ARCHITECTURES") = NANSCAN_CUDA_ARCHITECTURES;
 }

@@ -12,52 +12,46 @@ uint64_t next_serial() {
 
 }  // namespace
 
-Calls::Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_keywords,
+Calls::Names::Names() {
+#define NANSCAN_INTERN(member, text) member = PyUnicode_InternFromString(text);
+  NANSCAN_CALLED_NAMES(NANSCAN_INTERN)
+#undef NANSCAN_INTERN
+}
+
+Calls::Names::~Names() {
+#define NANSCAN_RELEASE(member, text) Py_DECREF(member);
+  NANSCAN_CALLED_NAMES(NANSCAN_RELEASE)
+#undef NANSCAN_RELEASE
+}
+
+Calls::Calls(Table& table, PyObject* python_hooks, bool inputs, bool outputs, bool late_keywords,
              bool gradients)
     : table_(table),
-      slow_(slow),
+      python_hooks_(python_hooks),
       inputs_(inputs),
       outputs_(outputs),
       late_keywords_(late_keywords),
       watches_gradients_(gradients),
-      gradients_(std::make_shared<Gradients>(table, slow)),
-      serial_(next_serial()),
-      name_unknown_(PyUnicode_InternFromString("unknown")),
-      name_is_running_(PyUnicode_InternFromString("is_running")),
-      name_first_call_(PyUnicode_InternFromString("first_call")),
-      name_input_(PyUnicode_InternFromString("new_input")),
-      name_keywords_(PyUnicode_InternFromString("keywords")),
-      name_output_(PyUnicode_InternFromString("new_output")),
-      name_gradient_(PyUnicode_InternFromString("gradient")),
-      name_call_starts_(PyUnicode_InternFromString("call_starts")),
-      name_forward_ended_(PyUnicode_InternFromString("forward_ended")),
-      name_grad_fn_(PyUnicode_InternFromString("grad_fn")),
-      name_output_nr_(PyUnicode_InternFromString("output_nr")),
-      name_hooks_(PyUnicode_InternFromString("_backward_hooks")),
-      name_register_(PyUnicode_InternFromString("_register_hook_dict")) {}
+      gradients_(std::make_shared<Gradients>(table, python_hooks)),
+      serial_(next_serial()) {}
 
 Calls::~Calls() {
   gradients_->set_active(false);
   forget_running();
   for (auto& entry : modules_) release(entry.second);
-  for (PyObject* name :
-       {name_unknown_, name_is_running_, name_first_call_, name_input_, name_keywords_,
-        name_output_, name_gradient_, name_call_starts_, name_forward_ended_, name_grad_fn_,
-        name_output_nr_, name_hooks_, name_register_})
-    Py_DECREF(name);
 }
 
 void Calls::release(Module* module) {
   if (--module->references > 0) return;
   Py_DECREF(module->place);
-  Py_XDECREF(module->hooked);
+  Py_XDECREF(module->hooked_output);
   delete module;
 }
 
-void Calls::add(const void* module, PyObject* place, bool outermost, bool watched, bool sentinel) {
+void Calls::add(const void* module, PyObject* place, bool outermost, bool watched, bool always) {
   remove(module);
   modules_[module] =
-      new Module{module, Py_NewRef(place), outermost, watched, sentinel, next_phase_++};
+      new Module{module, Py_NewRef(place), outermost, watched, always, next_number_++};
 }
 
 void Calls::remove(const void* module) {
@@ -96,18 +90,19 @@ PyObject* Calls::running() {
   return s.empty() ? nullptr : s.back()->place;
 }
 
-// A KeyboardInterrupt ends module calls, and torch tells no hook. What they left on the stack shows
-// only when a module comes that would not be called below it: is the lowest one really running?
-bool Calls::is_suspicious(Module* entry) {
+// Whether calls on the stack may have ended already. A KeyboardInterrupt ends module calls, and
+// torch then calls no hook. This shows only later: when a module is called that the lowest one on
+// the stack would not call.
+bool Calls::may_be_interrupted(Module* entry) {
   const Stack& running = stack();
   return !running.empty() && (!entry || entry->outermost ||
                               std::find(running.begin(), running.end(), entry) != running.end());
 }
 
-bool Calls::drop_interrupted() {
+bool Calls::drop_if_interrupted() {
   Stack& running = stack();
   PyObject* key = PyLong_FromVoidPtr(const_cast<void*>(running.front()->key));
-  PyObject* answer = key ? call(slow_, name_is_running_, key) : nullptr;
+  PyObject* answer = key ? call(python_hooks_, names_.is_running, key) : nullptr;
   Py_XDECREF(key);
   if (answer == Py_False) {
     std::vector<Module*> stack;
@@ -117,29 +112,30 @@ bool Calls::drop_interrupted() {
   return succeeded(answer);
 }
 
-// Leaves entry null if the module is not to be watched; else the caller releases it.
+// Finds a module, or lets Python add it. `entry` is null if the module is not watched; else the
+// caller releases it.
 bool Calls::find_or_ask(PyObject* module, Module*& entry) {
   entry = find(module);
-  if (is_suspicious(entry)) {
-    if (!drop_interrupted()) return false;
-    entry = find(module);  // anew: Python ran meanwhile
+  if (may_be_interrupted(entry)) {
+    if (!drop_if_interrupted()) return false;
+    entry = find(module);  // again, because Python ran
   }
   if (!entry) {
-    if (!succeeded(call(slow_, name_unknown_, module))) return false;
+    if (!succeeded(call(python_hooks_, names_.unknown, module))) return false;
     if (!(entry = find(module))) return true;
   }
   acquire(entry);
   if (entry->called) return true;
   entry->called = true;
-  if (succeeded(call(slow_, name_first_call_, entry->place))) return true;
+  if (succeeded(call(python_hooks_, names_.first_call, entry->place))) return true;
   release(entry);
   return false;
 }
 
-// Tells of a call that no other encloses. Does it belong to a backward?
+// At a call that no other call encloses: asks Python whether it repeats a forward in a backward.
 bool Calls::note_start() {
   if (!stack().empty()) return true;
-  PyObject* answer = call(slow_, name_call_starts_);
+  PyObject* answer = call(python_hooks_, names_.call_starts);
   stack().recomputing = answer == Py_True;
   return succeeded(answer);
 }
@@ -154,7 +150,7 @@ bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
   }
   stack().push_back(entry);
   if (!scans_inputs(*entry)) return true;
-  acquire(entry);  // `slow` may close the monitor, which empties the stack
+  acquire(entry);  // Python may close the monitor, which empties the stack
   const bool done =
       visit_inputs(*entry, args) && (late_keywords_ || visit_keywords(*entry, kwargs));
   release(entry);
@@ -169,7 +165,7 @@ bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* o
       note_start() &&
       (!scans_inputs(*entry) || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
       (!scans(*entry) || visit_output(*entry, output)) &&
-      (!stack().empty() || succeeded(call(slow_, name_forward_ended_, entry->place)));
+      (!stack().empty() || succeeded(call(python_hooks_, names_.forward_ended, entry->place)));
   release(entry);
   return done;
 }
@@ -180,25 +176,26 @@ bool Calls::visit_inputs(Module& module, PyObject* args) {
   if (static_cast<size_t>(count) > module.arguments.size()) module.arguments.resize(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* x = PyTuple_GET_ITEM(args, i);
-    const int row = table_.visit(x, module.arguments[i].row());
+    const int row = table_.visit(x, module.arguments[i].own());
     if (row == kNotFloat) continue;
     if (row == kFailed) return false;
-    if (module.arguments[i].knows(row)) continue;
+    if (module.arguments[i].contains(row)) continue;
     PyObject* index = PyLong_FromSsize_t(i);
     PyObject* status = PyLong_FromLong(row);
     const int own = take_row(
-        index && status ? call(slow_, name_input_, module.place, index, x, status) : nullptr);
+        index && status ? call(python_hooks_, names_.new_input, module.place, index, x, status)
+                        : nullptr);
     Py_XDECREF(index);
     Py_XDECREF(status);
     if (own == -1 && PyErr_Occurred()) return false;
-    module.arguments[i].note(own, row);
+    module.arguments[i].add(own, row);
   }
   return true;
 }
 
 bool Calls::visit_keywords(Module& module, PyObject* kwargs) {
   if (!kwargs || !PyDict_Check(kwargs) || PyDict_GET_SIZE(kwargs) == 0) return true;
-  return succeeded(call(slow_, name_keywords_, module.place, kwargs));
+  return succeeded(call(python_hooks_, names_.keywords, module.place, kwargs));
 }
 
 bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
@@ -208,14 +205,15 @@ bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
     entry = find(module);
     if (std::find(running.begin(), running.end(), entry) == running.end()) return true;
     for (; running.back() != entry; running.pop_back()) release(running.back());
-    // What lay above was left behind by a KeyboardInterrupt.
+    // A KeyboardInterrupt ended the calls above it.
   }
   running.pop_back();
   const bool outermost = running.empty();
-  const bool done = !output ||  // the module raised
-                    ((!late_keywords_ || !scans_inputs(*entry) || visit_keywords(*entry, kwargs)) &&
-                     (!scans(*entry) || visit_output(*entry, output)) &&
-                     (!outermost || succeeded(call(slow_, name_forward_ended_, entry->place))));
+  const bool done =
+      !output ||  // the module raised
+      ((!late_keywords_ || !scans_inputs(*entry) || visit_keywords(*entry, kwargs)) &&
+       (!scans(*entry) || visit_output(*entry, output)) &&
+       (!outermost || succeeded(call(python_hooks_, names_.forward_ended, entry->place))));
   release(entry);
   return done;
 }
@@ -229,21 +227,21 @@ bool Calls::visit_output(Module& module, PyObject* output) {
   if (row >= 0 || row == kNotFloat) return true;
   if (row == kFailed) return false;
   PyObject* status = PyLong_FromLong(row);
-  const int own =
-      take_row(status ? call(slow_, name_output_, module.place, output, status) : nullptr);
+  const int own = take_row(
+      status ? call(python_hooks_, names_.new_output, module.place, output, status) : nullptr);
   Py_XDECREF(status);
   if (own == -1 && PyErr_Occurred()) return false;
   own_row = own;
   return true;
 }
 
-// NOTES: Tensor.register_hook makes a dict and a handle for each tensor, 3.5 us. Here the node of
-// the graph that made the output gets the dict of another tensor, one that has our hook: 0.6 us,
-// and nothing on the output itself.
+// NOTES: Tensor.register_hook makes a dict and a handle for each tensor: 3.5 us. Instead, the
+// autograd node that made the output gets the hook dict of an earlier output, which has our hook:
+// 0.6 us, and the output itself is left as it is.
 bool Calls::watch_gradient(Module& module, PyObject* output) {
-  if (!is_plain_tensor(output)) return hook_slowly(module, output);
-  PyObject* function = PyObject_GetAttr(output, name_grad_fn_);
-  if (!function) {  // some views that were changed in place raise when asked
+  if (!is_plain_tensor(output)) return hook_in_python(module, output);
+  PyObject* function = PyObject_GetAttr(output, names_.grad_fn);
+  if (!function) {  // for some views that were changed in place, grad_fn raises
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return false;
     PyErr_Clear();
     return true;
@@ -254,15 +252,15 @@ bool Calls::watch_gradient(Module& module, PyObject* output) {
 }
 
 bool Calls::add_gradient_hook(Module& module, PyObject* output, PyObject* function) {
-  if (!module.hooked || !is_first_without_hooks(output)) return hook_slowly(module, output);
-  return succeeded(call(function, name_register_, module.hooked));
+  if (!module.hooked_output || !can_share_hook(output)) return hook_in_python(module, output);
+  return succeeded(call(function, names_.register_hook_dict, module.hooked_output));
 }
 
-// Whether the dict of another tensor does: that says which output of the node it is for. Where a
-// user has put a hook, those that follow keep their order.
-bool Calls::is_first_without_hooks(PyObject* output) const {
-  PyObject* hooks = PyObject_GetAttr(output, name_hooks_);
-  PyObject* number = hooks ? PyObject_GetAttr(output, name_output_nr_) : nullptr;
+// Whether the hook dict of an earlier output serves this one. The dict holds for one output number
+// of a node. A user's own hooks on the output must keep their order, so they rule it out.
+bool Calls::can_share_hook(PyObject* output) const {
+  PyObject* hooks = PyObject_GetAttr(output, names_.backward_hooks);
+  PyObject* number = hooks ? PyObject_GetAttr(output, names_.output_nr) : nullptr;
   const bool answer = hooks == Py_None && number && PyLong_AsLong(number) == 0;
   Py_XDECREF(hooks);
   Py_XDECREF(number);
@@ -270,11 +268,11 @@ bool Calls::is_first_without_hooks(PyObject* output) const {
   return answer;
 }
 
-bool Calls::hook_slowly(Module& module, PyObject* output) {
-  PyObject* hooked = call(slow_, name_gradient_, module.place, output);
+bool Calls::hook_in_python(Module& module, PyObject* output) {
+  PyObject* hooked = call(python_hooks_, names_.gradient, module.place, output);
   if (!hooked) return false;
-  PyObject* const before = module.hooked;
-  module.hooked = hooked == Py_None ? nullptr : Py_NewRef(hooked);
+  PyObject* const before = module.hooked_output;
+  module.hooked_output = hooked == Py_None ? nullptr : Py_NewRef(hooked);
   Py_XDECREF(before);
   Py_DECREF(hooked);
   return true;

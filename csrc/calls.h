@@ -1,8 +1,8 @@
-// What happens at each module call while nothing is new: the arguments were seen before, the output
-// goes to its known row. Anything else (an unknown module, a first argument, a nested structure) is
-// handed to Python, nanscan/_hooks.py, which this class calls `slow`.
+// The work at each module call as long as nothing is new: the arguments were seen before, and the
+// output is scanned into its known row. Anything else (an unknown module, a first argument, a
+// nested structure) goes to `python_hooks`, see python_hooks.h.
 //
-// Contract: every member needs the GIL. Exceptions of `slow` pass through as Python errors.
+// Contract: every member needs the GIL. Exceptions of `python_hooks` pass through as Python errors.
 #pragma once
 
 #include <Python.h>
@@ -12,45 +12,64 @@
 #include <vector>
 
 #include "gradients.h"
-#include "slow.h"
+#include "python_hooks.h"
 #include "stopwatch.h"
 #include "table.h"
 
 namespace nanscan {
 
+// Every name that this class looks up in Python: X(member, text). First the methods of
+// `python_hooks`, then attributes and methods of torch.
+#define NANSCAN_CALLED_NAMES(X)        \
+  X(unknown, "unknown")                \
+  X(is_running, "is_running")          \
+  X(first_call, "first_call")          \
+  X(new_input, "new_input")            \
+  X(keywords, "keywords")              \
+  X(new_output, "new_output")          \
+  X(gradient, "gradient")              \
+  X(call_starts, "call_starts")        \
+  X(forward_ended, "forward_ended")    \
+  X(grad_fn, "grad_fn")                \
+  X(output_nr, "output_nr")            \
+  X(backward_hooks, "_backward_hooks") \
+  X(register_hook_dict, "_register_hook_dict")
+
 class Calls {
  public:
-  // `slow` is borrowed: it owns this object. `table` must outlive it too.
-  Calls(Table& table, PyObject* slow, bool inputs, bool outputs, bool late_keywords,
+  // `python_hooks` is borrowed: it owns this object. `table` must outlive this object, too.
+  Calls(Table& table, PyObject* python_hooks, bool inputs, bool outputs, bool late_keywords,
         bool gradients);
   ~Calls();
   Calls(const Calls&) = delete;
   Calls& operator=(const Calls&) = delete;
 
-  // outermost: no known module contains it. watched: to be scanned at all. sentinel: in every step
-  // in which anything is.
-  void add(const void* module, PyObject* place, bool outermost, bool watched, bool sentinel);
+  // outermost: no known module contains it. watched: it is scanned at all. always: its output is
+  // scanned in every step that scans anything.
+  void add(const void* module, PyObject* place, bool outermost, bool watched, bool always);
   void remove(const void* module);
   void forget_running();
 
-  // The innermost place that runs in this thread; null if none. Borrowed.
+  // The place of the innermost module that runs in this thread; null if none. Borrowed.
   PyObject* running();
 
-  // Whether what runs in this thread repeats a forward, for a checkpoint.
+  // Whether the module calls of this thread repeat a forward, for activation checkpointing.
   bool recomputing() { return stack().recomputing; }
 
-  // Whether to watch the gradients of the output that `slow` is looking at.
+  // Whether the gradients of the output that Python now handles are to be watched.
   bool wants_gradients() { return stack().wants_gradients; }
 
-  // What to scan from now on. period 0: nothing, calls are only followed; 1: all that is watched;
-  // more: sentinels, and of the others one in `period`, by turns.
-  void set_turn(unsigned period, unsigned turn) {
+  // What to scan from now on. period 0: nothing, calls are only followed. 1: all watched modules.
+  // More: the `always` modules, and of the others each one in one of `period` steps; `step` says
+  // which step this is.
+  void set_turn(unsigned period, unsigned step) {
     period_ = period;
-    turn_ = turn;
+    step_ = step;
     gradients_->set_active(attached_ && period_ > 0);
   }
 
-  // Whether hooks are in place. Gradients of earlier calls may come at any time.
+  // Whether hooks are attached. If not, gradients of earlier calls may still arrive: they are
+  // ignored.
   void set_attached(bool attached) {
     attached_ = attached;
     gradients_->set_active(attached_ && period_ > 0);
@@ -59,29 +78,40 @@ class Calls {
   Stopwatch& stopwatch() { return stopwatch_; }
   const std::shared_ptr<Gradients>& gradients() const { return gradients_; }
 
-  // The bodies of the two hooks. False: a Python error is set.
+  // The bodies of the hooks before and after a module call. `output` is null if the module raised.
+  // False: a Python error is set.
   bool before(PyObject* module, PyObject* args, PyObject* kwargs);
   bool after(PyObject* module, PyObject* kwargs, PyObject* output);
 
-  // Both in one, after a module that calls no other and leaves its inputs as they were.
+  // Both in one, after a module that calls no other module and does not change its inputs.
   bool leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
 
  private:
   struct Module {
     const void* key;
     PyObject* place;
-    bool outermost, watched, sentinel;
-    unsigned phase;      // whose turn it is
-    int references = 1;  // of the map and of the stacks; counted under the GIL
+    bool outermost, watched, always;
+    unsigned number;     // modules are numbered as they are added
+    int references = 1;  // from the map and from the stacks
     bool called = false;
     int output_row = -1;
     int recomputed_row = -1;
-    std::vector<Memory> arguments;
-    PyObject* hooked = nullptr;  // a tensor with the hook for its only output's gradient
+    std::vector<KnownRows> arguments = {};
+    PyObject* hooked_output = nullptr;  // an earlier output, which has our gradient hook
   };
   struct Stack : std::vector<Module*> {
-    bool recomputing = false;  // its lowest module was called from within a backward
+    bool recomputing = false;  // its lowest module was called by a backward
     bool wants_gradients = false;
+  };
+
+  struct Names {
+#define NANSCAN_MEMBER(member, text) PyObject* member;
+    NANSCAN_CALLED_NAMES(NANSCAN_MEMBER)
+#undef NANSCAN_MEMBER
+    Names();
+    ~Names();
+    Names(const Names&) = delete;
+    Names& operator=(const Names&) = delete;
   };
 
   static Module* acquire(Module* module) {
@@ -91,8 +121,8 @@ class Calls {
   static void release(Module* module);
   Module* find(PyObject* module) const;
   bool find_or_ask(PyObject* module, Module*& entry);
-  bool is_suspicious(Module* entry);
-  bool drop_interrupted();
+  bool may_be_interrupted(Module* entry);
+  bool drop_if_interrupted();
   bool note_start();
   Stack& stack();
   bool visit_inputs(Module& module, PyObject* args);
@@ -100,38 +130,39 @@ class Calls {
   bool visit_output(Module& module, PyObject* output);
   bool watch_gradient(Module& module, PyObject* output);
   bool add_gradient_hook(Module& module, PyObject* output, PyObject* function);
-  bool is_first_without_hooks(PyObject* output) const;
-  bool hook_slowly(Module& module, PyObject* output);
+  bool can_share_hook(PyObject* output) const;
+  bool hook_in_python(Module& module, PyObject* output);
 
   Table& table_;
-  PyObject* slow_;
+  PyObject* const python_hooks_;
   const bool inputs_, outputs_, late_keywords_, watches_gradients_;
-  bool is_its_turn(const Module& module) const {
-    return period_ == 1 || (period_ > 1 && module.phase % period_ == turn_ % period_);
+  bool is_due(const Module& module) const {
+    return period_ == 1 || (period_ > 1 && module.number % period_ == step_ % period_);
   }
   bool scans(const Module& module) const {
-    return module.watched && (is_its_turn(module) || (period_ > 1 && module.sentinel));
+    return module.watched && (is_due(module) || (period_ > 1 && module.always));
   }
-  // A hook on a tensor costs more than a scan of it: few are there in every step.
+  // A hook on a tensor costs more than a scan. So of the `always` modules only the outermost ones
+  // have one in every step.
   bool scans_gradients(const Module& module) const {
     return watches_gradients_ && module.watched &&
-           (is_its_turn(module) || (period_ > 1 && module.outermost));
+           (is_due(module) || (period_ > 1 && module.outermost));
   }
-  // A tensor that no scan saw on its way is no news while scans are thinned out.
+  // When few outputs are scanned, an input that was not seen before is nothing new: most come from
+  // a module that was not scanned. So only the inputs of the outermost modules are scanned then.
   bool scans_inputs(const Module& module) {
     return inputs_ && scans(module) && (period_ == 1 || module.outermost) && !stack().recomputing;
   }
 
-  unsigned period_ = 1, turn_ = 0, next_phase_ = 0;
+  unsigned period_ = 1, step_ = 0, next_number_ = 0;
   bool attached_ = false;
   Stopwatch stopwatch_;
   const std::shared_ptr<Gradients> gradients_;
-  const uint64_t serial_;  // never used twice, unlike an address
+  const uint64_t serial_;  // identifies this object; an address may be used again
   std::unordered_map<const void*, Module*> modules_;
-  std::unordered_map<unsigned long, Stack> stacks_;  // by thread; entries are never erased
-  PyObject *name_unknown_, *name_is_running_, *name_first_call_, *name_input_, *name_keywords_,
-      *name_output_, *name_gradient_, *name_call_starts_, *name_forward_ended_, *name_grad_fn_,
-      *name_output_nr_, *name_hooks_, *name_register_;
+  std::unordered_map<unsigned long, Stack>
+      stacks_;  // by thread; never erased, so pointers stay valid
+  const Names names_;
 };
 
 }  // namespace nanscan

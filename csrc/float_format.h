@@ -1,30 +1,41 @@
-// Floating-point formats as integers: what is finite, and an order-preserving signed key a format.
+// The table of dtypes, and each floating-point format as integer arithmetic.
 //
-// key(bits) is monotonic in the value, with -0.0 just below +0.0. Finite values have the keys
-// [kMinFinite, kMaxFinite]; every NaN and Inf lies outside. So a signed integer min and max over
-// keys finds the extremes, and shows any non-finite value, with no floating-point operation at all:
-// flush-to-zero modes, NaN rules of min/max and compiler float flags cannot change a result.
+// key(bits) orders values: a larger value has a larger key, and -0.0 is just below +0.0. Finite
+// values have the keys [kMinFinite, kMaxFinite]; every NaN and Inf lies outside. So an integer min
+// and max over keys finds the extremes and shows any NaN or Inf. No floating-point instruction is
+// used, so flush-to-zero modes and compiler flags cannot change a result.
 #pragma once
 
 #include <cstdint>
 
 namespace nanscan {
 
+// Every dtype that can be scanned. To add one, add a row here.
+// X(DType, torch's name, storage, exponent bits, mantissa bits, exponent bias, Family,
+//   DLPack type code)
+#define NANSCAN_DTYPES(X)                                                      \
+  X(kFloat16, float16, int16_t, 5, 10, 15, kIeee, kFloat)                      \
+  X(kBFloat16, bfloat16, int16_t, 8, 7, 127, kIeee, kBfloat)                   \
+  X(kFloat32, float32, int32_t, 8, 23, 127, kIeee, kFloat)                     \
+  X(kFloat64, float64, int64_t, 11, 52, 1023, kIeee, kFloat)                   \
+  X(kFloat8E4M3FN, float8_e4m3fn, int8_t, 4, 3, 7, kFn, kFloat8E4M3FN)         \
+  X(kFloat8E5M2, float8_e5m2, int8_t, 5, 2, 15, kIeee, kFloat8E5M2)            \
+  X(kFloat8E4M3FNUZ, float8_e4m3fnuz, int8_t, 4, 3, 8, kFnuz, kFloat8E4M3FNUZ) \
+  X(kFloat8E5M2FNUZ, float8_e5m2fnuz, int8_t, 5, 2, 16, kFnuz, kFloat8E5M2FNUZ)
+
 enum class DType : uint8_t {
-  kFloat16,
-  kBFloat16,
-  kFloat32,
-  kFloat64,
-  kFloat8E4M3FN,
-  kFloat8E5M2,
-  kFloat8E4M3FNUZ,
-  kFloat8E5M2FNUZ,
+#define NANSCAN_ENUMERATOR(dtype, ...) dtype,
+  NANSCAN_DTYPES(NANSCAN_ENUMERATOR)
+#undef NANSCAN_ENUMERATOR
 };
-constexpr int kDTypeCount = 8;
+
+#define NANSCAN_COUNT_ONE(...) +1
+constexpr int kDTypeCount = NANSCAN_DTYPES(NANSCAN_COUNT_ONE);
+#undef NANSCAN_COUNT_ONE
 
 enum class Family : uint8_t {
   kIeee,  // exponent all ones: Inf and NaN
-  kFn,    // no Inf; NaN is the largest magnitude of either sign
+  kFn,    // no Inf; NaN is the largest magnitude, with either sign
   kFnuz,  // no Inf, no -0.0; the bits of -0.0 are the only NaN
 };
 
@@ -36,7 +47,8 @@ struct FloatFormat {
   static constexpr int kMantissaBits = kMantissa;
   static constexpr int kBias = kExponentBias;
   static constexpr int kWidth = 8 * sizeof(Signed);
-  static_assert(kExponentBits + kMantissaBits + 1 == kWidth, "sign, exponent and mantissa fill it");
+  static_assert(kExponentBits + kMantissaBits + 1 == kWidth,
+                "sign, exponent and mantissa fill the storage");
 
   static constexpr Int kLowest = static_cast<Int>(uint64_t{1} << (kWidth - 1));
   static constexpr Int kHighest = static_cast<Int>(~kLowest);  // also the mask of the magnitude
@@ -65,8 +77,8 @@ struct FloatFormat {
     return static_cast<Int>(key >= 0 ? key : kFamily == Family::kFnuz ? -key : ~key);
   }
 
-  // The float64 bits of a finite value, by integer arithmetic alone (exact, and so independent of
-  // denormals-are-zero).
+  // The float64 bits of a finite value. Integer arithmetic alone: exact, also where the processor
+  // treats subnormals as zero.
   static constexpr uint64_t float64_bits(Int key) {
     const uint64_t sign = key < 0 ? uint64_t{1} << 63 : 0;
     uint64_t mantissa = static_cast<uint64_t>(magnitude(key));
@@ -86,45 +98,24 @@ struct FloatFormat {
 
 template <DType>
 struct FormatOf;
-template <>
-struct FormatOf<DType::kFloat16> : FloatFormat<int16_t, 5, 10, 15, Family::kIeee> {};
-template <>
-struct FormatOf<DType::kBFloat16> : FloatFormat<int16_t, 8, 7, 127, Family::kIeee> {};
-template <>
-struct FormatOf<DType::kFloat32> : FloatFormat<int32_t, 8, 23, 127, Family::kIeee> {};
-template <>
-struct FormatOf<DType::kFloat64> : FloatFormat<int64_t, 11, 52, 1023, Family::kIeee> {};
-template <>
-struct FormatOf<DType::kFloat8E4M3FN> : FloatFormat<int8_t, 4, 3, 7, Family::kFn> {};
-template <>
-struct FormatOf<DType::kFloat8E5M2> : FloatFormat<int8_t, 5, 2, 15, Family::kIeee> {};
-template <>
-struct FormatOf<DType::kFloat8E4M3FNUZ> : FloatFormat<int8_t, 4, 3, 8, Family::kFnuz> {};
-template <>
-struct FormatOf<DType::kFloat8E5M2FNUZ> : FloatFormat<int8_t, 5, 2, 16, Family::kFnuz> {};
+#define NANSCAN_FORMAT(dtype, torch_name, storage, exponent, mantissa, bias, family, dlpack_code)  \
+  template <>                                                                                      \
+  struct FormatOf<DType::dtype> : FloatFormat<storage, exponent, mantissa, bias, Family::family> { \
+  };
+NANSCAN_DTYPES(NANSCAN_FORMAT)
+#undef NANSCAN_FORMAT
 
-// Calls f with the FormatOf<dtype> that a run-time dtype names.
+// Calls f with the FormatOf<dtype> of a dtype known only at run time.
 template <typename F>
 constexpr auto with_format(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kFloat16:
-      return f(FormatOf<DType::kFloat16>{});
-    case DType::kBFloat16:
-      return f(FormatOf<DType::kBFloat16>{});
-    case DType::kFloat32:
-      return f(FormatOf<DType::kFloat32>{});
-    case DType::kFloat64:
-      return f(FormatOf<DType::kFloat64>{});
-    case DType::kFloat8E4M3FN:
-      return f(FormatOf<DType::kFloat8E4M3FN>{});
-    case DType::kFloat8E5M2:
-      return f(FormatOf<DType::kFloat8E5M2>{});
-    case DType::kFloat8E4M3FNUZ:
-      return f(FormatOf<DType::kFloat8E4M3FNUZ>{});
-    case DType::kFloat8E5M2FNUZ:
-      break;
+#define NANSCAN_CASE(dtype, ...) \
+  case DType::dtype:             \
+    return f(FormatOf<DType::dtype>{});
+    NANSCAN_DTYPES(NANSCAN_CASE)
+#undef NANSCAN_CASE
   }
-  return f(FormatOf<DType::kFloat8E5M2FNUZ>{});
+  return f(FormatOf<DType{0}>{});  // never reached: every dtype has a case
 }
 
 constexpr int item_size(DType dtype) {

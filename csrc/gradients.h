@@ -1,15 +1,15 @@
-// What happens when a gradient reaches a module's output, while nothing is new: it goes to its
-// known row. Anything else is handed to Python, nanscan/_hooks.py, which this class calls `slow`.
+// The work when a gradient reaches a module's output. As long as nothing is new, it is scanned into
+// its known row. Anything else goes to `python_hooks`, see python_hooks.h.
 //
-// Contract: every member needs the GIL. Hooks lie in autograd graphs and may outlive the monitor;
-// what is not active does nothing, and touches neither table nor `slow`.
+// Contract: every member needs the GIL. Autograd graphs hold the hooks, which may so outlive the
+// monitor: an inactive object does nothing, and uses neither table nor python_hooks.
 #pragma once
 
 #include <Python.h>
 
 #include <memory>
 
-#include "slow.h"
+#include "python_hooks.h"
 #include "stopwatch.h"
 #include "table.h"
 
@@ -17,18 +17,18 @@ namespace nanscan {
 
 class Gradients {
  public:
-  // Both are borrowed, and alive while this is active.
-  Gradients(Table& table, PyObject* slow) : table_(table), slow_(slow) {}
+  // Both are borrowed, and must live while this object is active.
+  Gradients(Table& table, PyObject* python_hooks) : table_(table), python_hooks_(python_hooks) {}
 
   void set_active(bool active) { active_ = active; }
   Stopwatch& stopwatch() { return stopwatch_; }
 
-  // One hook, for all tensors that a place returns. It knows its place by number alone: a reference
-  // from here would be one that Python's garbage collector does not see.
+  // One hook for all outputs of one module. It knows the module by number only: Python's garbage
+  // collector would not see a reference that is held here.
   struct Hook {
     std::shared_ptr<Gradients> gradients;
     int number;
-    Memory memory = {};
+    KnownRows rows = {};
   };
 
   // The body of a hook. False: a Python error is set.
@@ -36,7 +36,7 @@ class Gradients {
 
  private:
   Table& table_;
-  PyObject* slow_;
+  PyObject* const python_hooks_;
   bool active_ = false;
   Stopwatch stopwatch_;
 };

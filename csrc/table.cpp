@@ -1,119 +1,16 @@
 #include "table.h"
 
 #include <algorithm>
-#include <cstring>
-#include <optional>
-#include <set>
 
 #include "cpu/scan.h"
 #include "gil.h"
+#include "host_scan.h"
+#include "scannable.h"
 
 namespace nanscan {
 namespace {
 
-constexpr int64_t kNoVersion = -1;
-
-double from_bits(uint64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-uint64_t to_bits(double value) {
-  uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-// Lets other threads run while so much is scanned. The caller's references keep tensors alive.
-class ReleaseGilIfLong {
- public:
-  explicit ReleaseGilIfLong(uint64_t bytes) {
-    if (bytes >= cpu::kLongBytes) release_.emplace();
-  }
-
- private:
-  std::optional<ReleaseGil> release_;
-};
-
-ScanTotals scan_host(const TensorView& view, bool moments) {
-  const ReleaseGilIfLong release(view.elements * item_size(view.dtype));
-  return cpu::scan(view, moments);
-}
-
-std::set<int>& refused_devices() {
-  static std::set<int> refused;
-  return refused;
-}
-
-bool describes(const Description& description, const TensorView& view) {
-  const auto count = static_cast<size_t>(view.user_dims());
-  return description.dtype == view.dtype && description.is_complex == view.is_complex &&
-         description.shape.size() == count &&
-         std::equal(description.shape.begin(), description.shape.end(), view.logical.size);
-}
-
-bool is_notable(const Row& row, const Description* description) {
-  // min_key is a complement, and so ascends with the magnitude of negative values.
-  return row.ticket != 0 || (description && (row.max_key >= description->near_key ||
-                                             row.min_key >= description->near_key));
-}
-
-// A row that went bad, in the terms of its own device.
-struct Ticket {
-  uint32_t ticket;
-  int row;
-  uint32_t batch = 0;  // the scan_many that the row was last in, 0: a single scan
-};
-
-// Tickets count on each device by itself, and in one launch for many tensors the smallest is the
-// first to be done. Gives rows one order: each device's own; of rows scanned by one call, that of
-// the call; and between devices the order in which the host first visited the rows.
-void number_tickets(std::vector<std::vector<Ticket>>& sources, const uint64_t* order, Row* rows) {
-  for (auto& source : sources) {
-    std::sort(source.begin(), source.end(),
-              [](const Ticket& a, const Ticket& b) { return a.ticket < b.ticket; });
-    for (auto begin = source.begin(); begin != source.end();) {
-      const auto end = std::find_if(begin, source.end(), [&](const Ticket& ticket) {
-        return ticket.batch == 0 || ticket.batch != begin->batch;
-      });
-      std::sort(begin, end,
-                [&](const Ticket& a, const Ticket& b) { return order[a.row] < order[b.row]; });
-      begin = std::max(end, begin + 1);
-    }
-    std::reverse(source.begin(), source.end());  // the last to be taken comes first
-  }
-  for (uint32_t next = 1;; ++next) {
-    std::vector<Ticket>* earliest = nullptr;
-    for (auto& source : sources)
-      if (!source.empty() && (!earliest || order[source.back().row] < order[earliest->back().row]))
-        earliest = &source;
-    if (!earliest) return;
-    rows[earliest->back().row].ticket = next;
-    earliest->pop_back();
-  }
-}
-
-void merge_rows(const Row& from, Row& into) {
-  into.elements += from.elements;
-  into.nan += from.nan;
-  into.posinf += from.posinf;
-  into.neginf += from.neginf;
-  into.max_key = std::max(into.max_key, from.max_key);
-  into.min_key = std::max(into.min_key, from.min_key);
-  if (into.ticket == 0) {
-    into.first_bad = from.first_bad;
-    into.first_bad_call = from.first_bad_call;
-    into.ticket = from.ticket;
-  }
-  into.calls += from.calls;
-  into.sum += from.sum;
-  into.sumsq += from.sumsq;
-  into.zeros += from.zeros;
-  into.subnormals += from.subnormals;
-}
-
-// Runs f; the driver's errors become Python's.
+// Runs f; an error of the driver becomes a Python error and kFailed.
 template <typename F>
 int guarded(F&& f) {
   try {
@@ -124,100 +21,7 @@ int guarded(F&& f) {
   }
 }
 
-// The tensor's version counter, which every in-place operation raises; kNoVersion where there is
-// none (inference tensors). Asking such a tensor raises, which is slow: after one, ask politely.
-int64_t version_of(PyObject* tensor, bool& expect_inference) {
-  static PyObject* const name_version = PyUnicode_InternFromString("_version");
-  static PyObject* const name_is_inference = PyUnicode_InternFromString("is_inference");
-  if (expect_inference) {
-    PyObject* inference = PyObject_CallMethodNoArgs(tensor, name_is_inference);
-    expect_inference = inference == Py_True;
-    Py_XDECREF(inference);
-    if (!inference) PyErr_Clear();
-    if (expect_inference) return kNoVersion;
-  }
-  PyObject* version = PyObject_GetAttr(tensor, name_version);
-  if (!version) {
-    PyErr_Clear();
-    expect_inference = true;
-    return kNoVersion;
-  }
-  const int64_t value = PyLong_AsLongLong(version);
-  Py_DECREF(version);
-  return value;
-}
-
-// Whether a weak reference still points to this object. An address may be used again by another
-// tensor once the first is freed; a weak reference may not.
-bool refers_to(PyObject* weakref, PyObject* object) {
-#if PY_VERSION_HEX >= 0x030D0000
-  PyObject* target = nullptr;
-  if (PyWeakref_GetRef(weakref, &target) < 0) PyErr_Clear();
-  Py_XDECREF(target);
-  return target == object;
-#else
-  return PyWeakref_GetObject(weakref) == object;
-#endif
-}
-
 }  // namespace
-
-void* stream_of(const cuda::Device& device) {
-  void* stream = nullptr;
-  if (current_stream({dlpack::kCUDA, device.ordinal()}, stream)) return stream;
-  throw cuda::Error("nanscan: torch names no current stream of " + device.name());
-}
-
-Status view_scannable(PyObject* tensor, TensorView& view, LazyBits lazy_bits) {
-  const Status status = view_tensor(tensor, view, lazy_bits);
-  if (status != kOk || view.device.type == dlpack::kCPU) return status;
-  if (view.device.type != dlpack::kCUDA || refused_devices().count(view.device.id))
-    return kOtherDevice;
-  if (!cuda::Device::find(view.device.id)) return kUnprepared;
-  return cuda::is_aligned(view) ? kOk : kMisaligned;
-}
-
-void refuse_device(int ordinal) { refused_devices().insert(ordinal); }
-
-SeenTensors::Entry& SeenTensors::slot(PyObject* tensor) {
-  // Objects lie 16 bytes apart at least; multiplying spreads what is left (Fibonacci hashing).
-  const uint64_t hash = (reinterpret_cast<uintptr_t>(tensor) >> 4) * 0x9E3779B97F4A7C15u;
-  const size_t mask = entries_.size() - 1;
-  size_t i = (hash >> 32) & mask;
-  while (entries_[i].tensor && entries_[i].tensor != tensor) i = (i + 1) & mask;
-  return entries_[i];
-}
-
-SeenTensors::Entry* SeenTensors::find(PyObject* tensor) {
-  Entry& entry = slot(tensor);
-  return entry.tensor ? &entry : nullptr;
-}
-
-void SeenTensors::put(const Entry& entry) {
-  if (2 * used_ >= entries_.size()) grow();
-  Entry& place = slot(entry.tensor);
-  if (place.tensor)
-    Py_DECREF(place.weakref);
-  else
-    ++used_;
-  place = entry;
-}
-
-void SeenTensors::clear() {
-  if (used_ == 0) return;
-  for (Entry& entry : entries_) {
-    if (entry.tensor) Py_DECREF(entry.weakref);
-    entry.tensor = nullptr;
-  }
-  used_ = 0;
-}
-
-void SeenTensors::grow() {
-  std::vector<Entry> old(2 * entries_.size());
-  old.swap(entries_);
-  for (const Entry& entry : old)
-    if (entry.tensor) slot(entry.tensor) = entry;
-}
 
 int Table::add_row() {
   const int index = size();
@@ -235,30 +39,6 @@ std::vector<std::tuple<int, uint32_t, bool>> Table::bad_rows() const {
   return bad;
 }
 
-DescriptionPtr Table::description_of(DType dtype, bool is_complex,
-                                     std::vector<int64_t> shape) const {
-  const double largest = with_format(dtype, [](auto format) {
-    using Format = decltype(format);
-    return from_bits(Format::float64_bits(Format::kMaxFinite));
-  });
-  return std::make_shared<const Description>(
-      Description{dtype, is_complex, std::move(shape), order_key(to_bits(near_limit_ * largest))});
-}
-
-void Table::describe(RowContext& context, const TensorView& view) const {
-  if (context.description && describes(*context.description, view)) return;
-  const int64_t* sizes = view.logical.size;
-  context.description =
-      description_of(view.dtype, view.is_complex, {sizes, sizes + view.user_dims()});
-}
-
-void Table::describe_on_device(RowContext& context, const TensorView& view) const {
-  if (context.device_calls > 0 && !describes(*context.description, view))
-    context.earlier.emplace_back(context.device_calls, context.description);
-  ++context.device_calls;
-  describe(context, view);
-}
-
 cuda::Rows& Table::device_rows(int ordinal) {
   const auto index = static_cast<size_t>(ordinal);
   if (index >= device_rows_.size()) device_rows_.resize(index + 1);
@@ -267,14 +47,14 @@ cuda::Rows& Table::device_rows(int ordinal) {
   return *device_rows_[index];
 }
 
-// What the host notes of a scan on a device, before its launch.
+// What the host records of a scan on a device, before its launch.
 void Table::note_device_scan(const TensorView& view, int index, uint32_t batch) {
   RowContext& context = contexts_[index];
   context.batch = batch;
   if (row(index).ticket == 0)
-    describe_on_device(context, view);
+    context.describe_on_device(view, near_limit_);
   else
-    ++context.device_calls;  // it went bad on the host before: that is what is described
+    ++context.device_calls;  // the row went bad on the host before: that scan stays the description
   note_visit(index);
 }
 
@@ -292,32 +72,31 @@ Status Table::scan_or_throw(PyObject* tensor, int index) {
 }
 
 void Table::scan_on_host(const TensorView& view, int index) {
-  fold(view, index, scan_host(view, /*moments=*/false));
+  merge_host_scan(view, index, scan_host(view, /*moments=*/false));
 }
 
-void Table::fold(const TensorView& view, int index, const ScanTotals& totals) {
-  latest_device_ = -1;
+void Table::merge_host_scan(const TensorView& view, int index, const Row& scan) {
+  latest_place_ = {};
   Row& target = row(index);
-  if (target.ticket == 0) describe(contexts_[index], view);
+  if (target.ticket == 0) contexts_[index].describe(view, near_limit_);
   note_visit(index);
-  merge_into(target, totals, last_ticket_, [&] { return cpu::first_nonfinite(view); });
+  merge_scan(scan, target, last_ticket_, [&] { return cpu::first_nonfinite(view); });
 }
 
 Status Table::scan_on_device(const TensorView& view, int index) {
-  if (view.elements == 0) {  // nothing to launch, but a call, which the host counts
+  if (view.elements == 0) {  // nothing to launch: the host counts the call
     RowContext& context = contexts_[index];
-    if (context.device_calls == 0 && row(index).ticket == 0) describe(context, view);
+    if (context.device_calls == 0 && row(index).ticket == 0) context.describe(view, near_limit_);
     note_visit(index);
-    latest_device_ = -1;
-    merge_into(row(index), ScanTotals{}, last_ticket_, [] { return uint64_t{0}; });
+    latest_place_ = {};
+    merge_scan(Row{}, row(index), last_ticket_, [] { return uint64_t{0}; });
     return kOk;
   }
   note_device_scan(view, index, 0);
   cuda::Rows& rows = device_rows(view.device.id);
   void* const stream = stream_of(rows.device());
   const cuda::Target target{rows.row(index), rows.tickets(), stream, false, false};
-  latest_device_ = view.device.id;
-  latest_stream_ = stream;
+  latest_place_ = {view.device.id, stream};
   const cuda::Rows::Launch launch(rows, stream);
   const ReleaseGil release;
   rows.device().scan(view, target);
@@ -325,13 +104,9 @@ Status Table::scan_on_device(const TensorView& view, int index) {
 }
 
 int Table::visit(PyObject* tensor, int index) {
-  int64_t version = kNoVersion;
-  const bool known = seen_.find(tensor) != nullptr;
-  if (known) {
-    version = version_of(tensor, expect_inference_);  // may let other threads run: look only after
-    const SeenTensors::Entry* seen = seen_.find(tensor);
-    if (seen && is_seen(*seen, tensor, version)) return seen->row;
-  }
+  int64_t version;
+  const int seen = seen_.row_of(tensor, version);
+  if (seen >= 0) return seen;
   if (index < 0) {
     TensorView view;
     const Status status = view_scannable(tensor, view, LazyBits::kByStrides);
@@ -339,32 +114,21 @@ int Table::visit(PyObject* tensor, int index) {
   }
   const Status status = scan(tensor, index);
   if (status != kOk) return status;
-  if (!known) version = version_of(tensor, expect_inference_);
-  if (version == kNoVersion) return index;
-  PyObject* weakref = PyWeakref_NewRef(tensor, nullptr);
-  if (weakref)
-    seen_.put({tensor, weakref, version, index, latest_device_, latest_stream_});
-  else
-    PyErr_Clear();
+  seen_.add(tensor, version, index, latest_place_);
   return index;
-}
-
-bool Table::is_seen(const SeenTensors::Entry& seen, PyObject* tensor, int64_t version) const {
-  if (version == kNoVersion || seen.version != version || !refers_to(seen.weakref, tensor))
-    return false;
-  void* stream = nullptr;
-  return seen.device < 0 ||
-         (current_stream({dlpack::kCUDA, seen.device}, stream) && stream == seen.stream);
 }
 
 void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
                       std::vector<std::pair<int, int>>& refused) {
-  constexpr size_t kAtOnce = cuda::kManyTensors;
   if (++last_batch_ == 0) ++last_batch_;
-  HostBatch on_host;
-  on_host.views.reserve(std::min(tensors.size(), HostBatch::kMost));
-  std::vector<std::pair<TensorView, int>> waiting;  // of one device
-  const auto flush = [&] {
+  HostBatch on_host(tensors.size());
+  const auto flush_host = [&] {
+    on_host.flush([this](const TensorView& view, int index, const Row& scan) {
+      merge_host_scan(view, index, scan);
+    });
+  };
+  std::vector<std::pair<TensorView, int>> waiting;  // all on one device
+  const auto flush_device = [&] {
     if (waiting.empty()) return;
     cuda::Rows& rows = device_rows(waiting.front().first.device.id);
     void* const stream = stream_of(rows.device());
@@ -388,44 +152,28 @@ void Table::scan_many(const std::vector<std::pair<PyObject*, int>>& tensors,
     } else if (view.device.type == dlpack::kCPU) {
       note_visit(index);
       on_host.add(view, index);
-      if (on_host.is_full()) fold_all(on_host);
+      if (on_host.is_full()) flush_host();
     } else if (view.elements == 0) {
       scan_on_device(view, index);
     } else {
-      if (waiting.size() == kAtOnce ||
+      if (waiting.size() == cuda::kManyTensors ||
           (!waiting.empty() && waiting.front().first.device.id != view.device.id))
-        flush();
+        flush_device();
       note_device_scan(view, index, last_batch_);
       waiting.emplace_back(view, index);
     }
   }
-  flush();
-  fold_all(on_host);
-}
-
-void Table::fold_all(HostBatch& batch) {
-  std::vector<ScanTotals> totals(batch.views.size());
-  {
-    const ReleaseGilIfLong release(batch.bytes);
-    cpu::scan_many(batch.views, /*moments=*/false, totals.data());
-  }
-  for (size_t i = 0; i < totals.size(); ++i) fold(batch.views[i], batch.rows[i], totals[i]);
-  batch.clear();
+  flush_device();
+  flush_host();
 }
 
 void Table::merge(int index, const Row& scan, DType dtype, bool is_complex,
                   const std::vector<int64_t>& shape) {
   Row& target = row(index);
-  if (target.ticket == 0) contexts_[index].description = description_of(dtype, is_complex, shape);
+  if (target.ticket == 0)
+    contexts_[index].description = make_description(dtype, is_complex, shape, near_limit_);
   note_visit(index);
-  ScanTotals totals;
-  totals.elements = scan.elements;
-  totals.nan = scan.nan;
-  totals.posinf = scan.posinf;
-  totals.neginf = scan.neginf;
-  totals.max_key = scan.max_key;
-  totals.min_key = scan.min_key;
-  merge_into(target, totals, last_ticket_, [&] { return ~scan.first_bad; });
+  merge_scan(scan, target, last_ticket_, [&] { return ~scan.first_bad; });
 }
 
 bool Table::can_snapshot() {
@@ -436,7 +184,8 @@ bool Table::can_snapshot() {
 }
 
 void Table::abandon_devices() {
-  for (auto& rows : device_rows_) (void)rows.release();  // never freed: the driver knows no child
+  for (auto& rows : device_rows_)
+    (void)rows.release();  // never freed: a forked child must not call the driver
   device_rows_.clear();
 }
 
@@ -457,22 +206,18 @@ bool Table::captured() const {
                      [](const auto& rows) { return rows && rows->captured(); });
 }
 
-std::unique_ptr<Arrival> Table::send(bool reset) {
-  auto arrival = std::make_unique<Arrival>();
-  // What can fail for want of memory comes first: no device's rows are reset then.
+std::unique_ptr<Arrival> Table::send_from_devices(bool reset) {
+  std::vector<std::unique_ptr<cuda::Copy>> copies;
+  // All memory is allocated first: if that fails, no device's rows have been reset.
   for (const auto& rows : device_rows_)
-    if (rows) arrival->copies_.push_back(rows->reserve(size()));
-  if (arrival->copies_.empty()) return nullptr;
-  auto copy = arrival->copies_.begin();
+    if (rows) copies.push_back(rows->reserve(size()));
+  if (copies.empty()) return nullptr;
+  auto copy = copies.begin();
   for (const auto& rows : device_rows_)
     if (rows) rows->send(**copy++, reset, stream_of(rows->device()));
-  const bool graphs = captured();
-  for (int i = 0; i < size(); ++i) {
-    RowContext& context = contexts_[i];
-    arrival->descriptions_.push_back(context.description);
-    arrival->batches_.push_back(context.batch);
-    if (!context.earlier.empty()) arrival->earlier_[i] = context.earlier;
-    if (graphs) arrival->graph_order_.push_back(context.latest_order);
+  auto arrival = std::make_unique<Arrival>(std::move(copies), captured());
+  for (RowContext& context : contexts_) {
+    arrival->add_row(context);
     if (!reset) continue;
     context.device_calls = 0;
     context.earlier.clear();
@@ -482,7 +227,7 @@ std::unique_ptr<Arrival> Table::send(bool reset) {
 
 std::unique_ptr<Arrival> Table::snapshot(Row* rows, uint64_t* order, bool reset,
                                          std::vector<int>& notable) {
-  std::unique_ptr<Arrival> arrival = send(reset);
+  std::unique_ptr<Arrival> arrival = send_from_devices(reset);
   for (int i = 0; i < size(); ++i) {
     Row& source = row(i);
     RowContext& context = contexts_[i];
@@ -500,50 +245,6 @@ std::unique_ptr<Arrival> Table::snapshot(Row* rows, uint64_t* order, bool reset,
     seen_.clear();
   }
   return arrival;
-}
-
-bool Arrival::ready() {
-  return std::all_of(copies_.begin(), copies_.end(), [](auto& copy) { return copy->ready(); });
-}
-
-void Arrival::wait() {
-  for (auto& copy : copies_) copy->wait();
-}
-
-std::vector<int> Arrival::merge_into(Row* rows, uint64_t* order) {
-  std::vector<std::vector<Ticket>> sources(1);  // by device, the host's first
-  for (int i = 0; i < size(); ++i)
-    if (rows[i].ticket != 0) sources[0].push_back({rows[i].ticket, i});
-  for (const auto& copy : copies_) {
-    sources.emplace_back();
-    for (int i = 0; i < size(); ++i) {
-      const Row& arrived = copy->rows()[i];
-      if (arrived.calls == 0) continue;
-      if (order[i] == 0 && !graph_order_.empty()) order[i] = graph_order_[i];
-      if (arrived.ticket != 0 && rows[i].ticket == 0) {
-        sources.back().push_back({arrived.ticket, i, batches_[i]});
-        const auto found = earlier_.find(i);
-        if (found != earlier_.end())
-          for (const auto& [last_call, description] : found->second)
-            if (arrived.first_bad_call <= last_call) {
-              descriptions_[i] = description;
-              break;
-            }
-      }
-      merge_rows(arrived, rows[i]);
-    }
-  }
-  number_tickets(sources, order, rows);
-  std::vector<int> notable;
-  for (int i = 0; i < size(); ++i)
-    if (is_notable(rows[i], descriptions_[i].get())) notable.push_back(i);
-  copies_.clear();  // their memory is free for the next ones
-  return notable;
-}
-
-void scan_once(const TensorView& view, bool moments, Row& row) {
-  uint32_t ticket = 0;
-  merge_into(row, scan_host(view, moments), ticket, [&] { return cpu::first_nonfinite(view); });
 }
 
 }  // namespace nanscan

@@ -9,31 +9,23 @@ const dlpack::ExchangeApi* exchange = nullptr;
 PyObject* name_is_neg = nullptr;
 PyObject* name_is_conj = nullptr;
 
-// The real format of a DLPack type, or a negative Status.
+constexpr int code_and_bits(int code, int bits) { return code << 8 | bits; }
+
+// The real format of a DLPack type, or a negative Status. A complex number is two floats.
 int format_of(dlpack::DataType type, bool& is_complex) {
   is_complex = type.code == dlpack::kComplex;
-  const int bits = is_complex ? type.bits / 2 : type.bits;
   if (type.lanes != 1) return kBadFormat;
-  switch (type.code) {
-    case dlpack::kFloat:
-    case dlpack::kComplex:
-      if (bits == 16) return static_cast<int>(DType::kFloat16);
-      if (bits == 32) return static_cast<int>(DType::kFloat32);
-      if (bits == 64) return static_cast<int>(DType::kFloat64);
-      return kBadFormat;
-    case dlpack::kBfloat:
-      return bits == 16 ? static_cast<int>(DType::kBFloat16) : static_cast<int>(kBadFormat);
-    case dlpack::kFloat8E4M3FN:
-      return static_cast<int>(DType::kFloat8E4M3FN);
-    case dlpack::kFloat8E4M3FNUZ:
-      return static_cast<int>(DType::kFloat8E4M3FNUZ);
-    case dlpack::kFloat8E5M2:
-      return static_cast<int>(DType::kFloat8E5M2);
-    case dlpack::kFloat8E5M2FNUZ:
-      return static_cast<int>(DType::kFloat8E5M2FNUZ);
-    default:
-      return type.code >= dlpack::kFirstSmallFloat ? kBadFormat : kNotFloat;
+  switch (is_complex ? code_and_bits(dlpack::kFloat, type.bits / 2)
+                     : code_and_bits(type.code, type.bits)) {
+#define NANSCAN_CASE(dtype, torch_name, storage, exponent, mantissa, bias, family, dlpack_code) \
+  case code_and_bits(dlpack::dlpack_code, 8 * sizeof(storage)):                                 \
+    return static_cast<int>(DType::dtype);
+    NANSCAN_DTYPES(NANSCAN_CASE)
+#undef NANSCAN_CASE
   }
+  const bool is_floating = is_complex || type.code == dlpack::kFloat ||
+                           type.code == dlpack::kBfloat || type.code >= dlpack::kFirstSmallFloat;
+  return is_floating ? kBadFormat : kNotFloat;
 }
 
 // Truth of a method without arguments; an exception counts as true, so that the caller goes slow.

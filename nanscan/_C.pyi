@@ -18,8 +18,11 @@ LAZY_BIT: Final[int]
 UNPREPARED: Final[int]
 MISALIGNED: Final[int]
 
-CUDA_TOOLKIT: Final[str]  # version of the toolkit the build found, or ""
-CUDA_ARCHITECTURES: Final[str]  # what the shipped image is for, separated by commas
+DTYPES: Final[tuple[str, ...]]  # torch's names of the dtypes with kernels (csrc/float_format.h)
+ROW_FIELDS: Final[tuple[tuple[str, str], ...]]  # name and NumPy format (csrc/row.h)
+
+CUDA_TOOLKIT: Final[str]  # version of the toolkit that the build found, or ""
+CUDA_ARCHITECTURES: Final[str]  # those of the shipped image, separated by commas
 
 def initialize(tensor: type, parameter: type, exchange: Any) -> None: ...
 def variants() -> list[str]: ...
@@ -29,10 +32,10 @@ def plain_read(data: Any) -> None: ...
 def noop(x: object, row: int) -> int: ...
 
 class PendingScan:
-    """A scan of a CUDA tensor, under way or done."""
+    """A scan of a CUDA tensor, which runs or has ended."""
 
     @property
-    def captured(self) -> bool: ...  # it is done in each replay of a CUDA graph, if there is one
+    def captured(self) -> bool: ...  # it belongs to a CUDA graph, and runs in each replay
     def ready(self) -> bool: ...
     def wait(self) -> bytes: ...
 
@@ -40,8 +43,8 @@ def scan_once(tensor: object, moments: bool, /) -> bytes | PendingScan | int: ..
 def scan_once_many(tensors: list[Any], moments: bool) -> list[bytes | PendingScan | int]: ...
 def describe(tensor: object) -> tuple[str, tuple[int, ...]] | None: ...  # dtype and shape
 
-# Of the CUDA device of that index. Failures of the driver are RuntimeErrors.
-def cuda_ordinal(tensor: object) -> int | None: ...  # None: on no CUDA device
+# A CUDA device is given by its index. Failures of the driver are RuntimeErrors.
+def cuda_ordinal(tensor: object) -> int | None: ...  # None: not on a CUDA device
 def cuda_capability(ordinal: int) -> tuple[int, int]: ...
 def cuda_prepare(ordinal: int, image: bytes) -> None: ...  # a fatbin, cubin or PTX
 def cuda_is_prepared(ordinal: int) -> bool: ...
@@ -52,7 +55,7 @@ class Arrival:
 
     def ready(self) -> bool: ...
     def wait(self) -> None: ...
-    # Returns the rows non-finite or near their limit, of all.
+    # Returns the rows that are non-finite or near their limit, of the host and all devices.
     def merge_into(
         self, rows: npt.NDArray[np.uint8], order: npt.NDArray[np.uint64]
     ) -> list[int]: ...
@@ -67,26 +70,26 @@ class Table:
     @property
     def last_ticket(self) -> int: ...  # changes whenever a row goes bad
     @property
-    # Of this step, on the host: row, ticket, and whether it is bad by -Inf alone.
+    # Of this step, on the host: row, ticket, and whether its non-finite values are all -Inf.
     def bad_rows(self) -> list[tuple[int, int, bool]]: ...
     def order(self, row: int) -> int: ...
-    def latest_order(self, row: int) -> int: ...  # in the last step that visited it, this one aside
+    def latest_order(self, row: int) -> int: ...  # in the last step before this one that visited it
     @property
-    def on_device(self) -> bool: ...  # some rows are on CUDA devices
+    def on_device(self) -> bool: ...  # some rows have memory on CUDA devices
     def abandon_devices(self) -> None: ...  # in a forked child
-    # Measures scans on devices by events; seconds of those that have ended. Never blocks.
+    # Whether to measure scans on devices; the seconds of those that have ended. Never blocks.
     def set_timed(self, timed: bool) -> None: ...
     def take_device_seconds(self) -> float: ...
-    def note_captures(self) -> bool: ...  # False while this thread's stream is recorded
+    def note_captures(self) -> bool: ...  # False while a CUDA graph records this thread's stream
     @property
     def captured(self) -> bool: ...  # CUDA graphs may write into rows at any time
-    # Fills both arrays, of len(self) rows; returns the rows non-finite or near their limit, and
-    # what follows from devices, if anything. None while a CUDA graph records this thread's stream:
-    # rows just go on.
+    # Fills both arrays, of len(self) rows. Returns the rows that are non-finite or near their limit,
+    # and the rows that come from devices, if any. While a CUDA graph records this thread's stream,
+    # returns None and changes nothing.
     def snapshot(
         self, rows: npt.NDArray[np.uint8], order: npt.NDArray[np.uint64], reset: bool = True
     ) -> tuple[list[int], Arrival | None] | None: ...
-    # Merges a scan made elsewhere: a row's bytes.
+    # Merges one scan that was made elsewhere, moments included: the bytes of its row.
     def merge(self, row: int, scan: bytes, dtype: str, shape: tuple[int, ...]) -> None: ...
     def describe(self, row: int) -> tuple[str, tuple[int, ...]] | None: ...
 
@@ -96,12 +99,12 @@ class Table:
     def scan_many(self, tensors: list[Any], rows: list[int], /) -> list[tuple[int, int]]: ...
 
 class Calls:
-    """The hooks of module calls; `slow` is nanscan._hooks.Hooks and must outlive it."""
+    """The hooks of module calls. They call `python_hooks`, which must outlive them, for what is new."""
 
     def __init__(
         self,
         table: Table,
-        slow: Any,
+        python_hooks: Any,
         *,
         inputs: bool,
         outputs: bool,
@@ -109,22 +112,23 @@ class Calls:
         gradients: bool,
     ) -> None: ...
     def add(
-        self, module: int, place: object, outermost: bool, watched: bool, sentinel: bool
+        self, module: int, place: object, outermost: bool, watched: bool, always: bool
     ) -> None: ...  # by id
     def remove(self, module: int) -> None: ...
     def forget_running(self) -> None: ...
-    # period 0: calls are followed, and nothing scanned; 1: all; more: sentinels, others by turns.
-    def set_turn(self, period: int, turn: int) -> None: ...
-    def set_attached(self, attached: bool) -> None: ...  # else gradients that come are let pass
+    # period 0: calls are followed, and nothing is scanned; 1: all watched modules are; more: the
+    # `always` modules in each step, and each other module in one of `period` steps.
+    def set_turn(self, period: int, step: int) -> None: ...
+    def set_attached(self, attached: bool) -> None: ...  # False: gradients that arrive are ignored
     def set_timed(self, timed: bool) -> None: ...
     def take_cost(self) -> tuple[int, int]: ...  # nanoseconds and calls since the last time
     def take_gradient_cost(self) -> tuple[int, int]: ...  # the same of gradient hooks
-    # A raw function of one gradient, for all tensors of one place; `slow` knows it by the number.
+    # A raw function of one gradient, for all outputs of one module. Python is given its number.
     def gradient_hook(self, number: int) -> Callable[[Any], None]: ...
     @property
-    def wants_gradients(self) -> bool: ...  # of the output that is being looked at in this thread
+    def wants_gradients(self) -> bool: ...  # of the output that this thread now handles
     @property
-    def recomputing(self) -> bool: ...  # what runs in this thread repeats a forward
+    def recomputing(self) -> bool: ...  # the module calls of this thread repeat a forward
     @property
     def running(self) -> Any: ...  # innermost place running in this thread, or None
 

@@ -12,6 +12,7 @@ from cases import take_snapshot
 import nanscan
 from nanscan import _C
 from nanscan._data.row import ROW
+from nanscan._scan import reference as oracle
 
 NAN, INF = float("nan"), float("inf")
 
@@ -377,3 +378,23 @@ def test_describe_is_of_the_first_bad_call_or_of_the_latest(table):
     take_snapshot(table)
     table.scan(torch.ones(6, dtype=torch.float16), 0)
     assert table.describe(0) == ("float16", (6,))
+
+
+@pytest.mark.parametrize("values", [[1.0, -2.0, 0.0, 1e-40], [3.0, NAN, 0.0, INF]])
+def test_a_merged_scan_keeps_its_moments(table, values):
+    x = torch.tensor(values)
+    scan = oracle.scan(x, moments=True)
+    table.merge(1, scan.tobytes(), "float32", (4,))
+    assert take_snapshot(table).rows[1].tobytes() == scan.tobytes()
+    for _ in range(2):
+        table.merge(2, scan.tobytes(), "float32", (4,))
+    row = take_snapshot(table).rows[2]
+    once, twice = (nanscan.ScanResult(r, (4,), torch.float32, moments=True) for r in (scan, row))
+    assert (twice.calls, twice.numel) == (2, 8)
+    assert (twice.mean, twice.rms) == (once.mean, once.rms)
+    assert (twice.zero_count, twice.subnormal_count) == (
+        2 * once.zero_count,
+        2 * once.subnormal_count,
+    )
+    assert once.zero_count == 1
+    assert twice.first_nonfinite == once.first_nonfinite

@@ -20,8 +20,8 @@ extern const Variant kVariant_generic;
 
 namespace {
 
-constexpr int64_t kGrainBytes = 64 << 10;  // least work of a thread
-constexpr size_t kStage = 4096;            // bytes of L1 in which scattered elements are gathered
+constexpr int64_t kGrainBytes = 64 << 10;  // the least work given to a thread
+constexpr size_t kStage = 4096;  // bytes of the buffer, in L1, that collects scattered elements
 
 std::vector<const Variant*> usable_variants() {
 #if defined(__x86_64__)
@@ -64,7 +64,7 @@ void gather(const char* from, int64_t stride, size_t n, int item, char* to) {
   }
 }
 
-// One scan, shared by its threads.
+// One scan of one tensor; its threads share it.
 struct Job {
   const TensorView& view;
   const MemoryLayout& layout;
@@ -89,8 +89,8 @@ struct Job {
     return t;
   }
 
-  // Long flat runs are scanned in place; anything else is gathered into L1 first, so that one
-  // kernel serves every layout.
+  // Long flat runs are scanned in place. Anything else is first copied into a buffer in L1, so that
+  // one kernel serves every layout.
   void strided(int64_t begin, int64_t end, BlockTotals& t) const {
     const Dims& outer = layout.outer;
     int64_t position[kMaxDims];
@@ -155,7 +155,8 @@ struct Job {
   }
 };
 
-// Index of the first non-finite element of a run, or n. Flat runs skip clean blocks at full speed.
+// Index of the first non-finite element of a run, or n. In flat runs, clean blocks are skipped at
+// the speed of a scan.
 template <typename Format>
 int64_t search_run(const char* p, int64_t n, int64_t stride, BlockScan scan) {
   using Int = typename Format::Int;
@@ -174,7 +175,8 @@ int64_t search_run(const char* p, int64_t n, int64_t stride, BlockScan scan) {
   return n;
 }
 
-// Row-major search. Stride-0 dimensions stay at index 0, where their first element is.
+// Searches in row-major order. Stride-0 dimensions stay at index 0: their other elements are the
+// same memory.
 template <typename Format>
 uint64_t search(const TensorView& view, BlockScan scan) {
   constexpr int64_t kItem = sizeof(typename Format::Int);
@@ -210,8 +212,8 @@ uint64_t search(const TensorView& view, BlockScan scan) {
 
 }  // namespace
 
-ScanTotals scan(const TensorView& view, bool moments) {
-  ScanTotals result;
+Row scan(const TensorView& view, bool moments) {
+  Row result{};
   result.elements = view.elements;
   if (view.elements == 0) return result;
   MemoryLayout layout;
@@ -245,28 +247,28 @@ ScanTotals scan(const TensorView& view, bool moments) {
   return result;
 }
 
-void scan_many(const std::vector<TensorView>& views, bool moments, ScanTotals* totals) {
+void scan_many(const std::vector<TensorView>& views, bool moments, Row* rows) {
   struct Small {
     const std::vector<TensorView>& views;
     bool moments;
-    ScanTotals* totals;
+    Row* rows;
     std::vector<size_t> index;
-    std::vector<int64_t> begin;  // where each would be if they lay end to end
+    std::vector<int64_t> begin;  // its offset in bytes, as if all lay one after another
     int64_t bytes = 0;
 
-    // A tensor belongs to the thread in whose range it begins.
+    // A tensor is scanned by the thread in whose range it begins.
     static void run(int64_t begin, int64_t end, void* self) {
       const Small& small = *static_cast<Small*>(self);
       const auto first = std::lower_bound(small.begin.begin(), small.begin.end(), begin);
       for (auto i = static_cast<size_t>(first - small.begin.begin());
            i < small.index.size() && small.begin[i] < end; ++i)
-        small.totals[small.index[i]] = scan(small.views[small.index[i]], small.moments);
+        small.rows[small.index[i]] = scan(small.views[small.index[i]], small.moments);
     }
-  } small{views, moments, totals, {}, {}};
+  } small{views, moments, rows, {}, {}};
   for (size_t i = 0; i < views.size(); ++i) {
     const uint64_t bytes = views[i].elements * item_size(views[i].dtype);
     if (bytes >= kParallelBytes) {
-      totals[i] = scan(views[i], moments);
+      rows[i] = scan(views[i], moments);
       continue;
     }
     small.index.push_back(i);
@@ -281,7 +283,7 @@ void scan_many(const std::vector<TensorView>& views, bool moments, ScanTotals* t
 
 uint64_t first_nonfinite(const TensorView& view) {
   if (view.elements == 0) return 0;
-  // A view of one row-major run, so that the search of a flat tensor is one run too.
+  // A flat tensor is seen as one dimension, so that the search is one run.
   MemoryLayout layout;
   plan_layout(view, layout);
   TensorView flat = view;
@@ -320,7 +322,7 @@ void plain_read(const void* data, uint64_t bytes) {
       BlockTotals t{};
       r.read(r.data + begin, static_cast<size_t>(end - begin), &t);
       static std::mutex mutex;
-      static int64_t folded;  // a use of what was read
+      static int64_t folded;  // the compiler must not drop the reads
       std::lock_guard<std::mutex> lock(mutex);
       folded |= t.max_key;
     }

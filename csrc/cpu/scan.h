@@ -1,8 +1,8 @@
 // Scans of tensors in host memory: picks the instruction set, walks any layout, uses torch's
 // threads.
 //
-// Contract: bitwise deterministic whatever the number of threads, the two moment sums excepted.
-// Never touches Python: callers may release the GIL. An empty tensor gives all-zero totals.
+// Contract: the result is bitwise the same for any number of threads, except for the two moment
+// sums. Never touches Python: callers may release the GIL.
 #pragma once
 
 #include <vector>
@@ -12,29 +12,32 @@
 
 namespace nanscan::cpu {
 
-// From this size on callers release the GIL.
+// Scans of at least this size are worth releasing the GIL for.
 constexpr uint64_t kLongBytes = uint64_t{2} << 20;
 
-// From this size on a scan is shared out to torch's intra-op threads. Waking them may take longer
-// than they save here, but torch's own operators share out from 128 KB on: what they wrote lies in
-// the caches of several cores, and the next operator is slower if one core has read it all.
+// Scans of at least this size run on torch's intra-op threads. Waking them may cost more time than
+// they save in the scan itself. But torch's own operators use several threads from 128 KB on, so
+// the data is in the caches of several cores, and the next operator is slower if one core reads it
+// all.
 constexpr uint64_t kParallelBytes = uint64_t{256} << 10;
 
-ScanTotals scan(const TensorView& view, bool moments);
+// Counts, extremes and, if asked for, moments; all other fields are 0. An empty tensor gives zeros.
+Row scan(const TensorView& view, bool moments);
 
-// The same of each view. Threads share out small tensors, and each large one, by bytes.
-void scan_many(const std::vector<TensorView>& views, bool moments, ScanTotals* totals);
+// The same for each view. Threads divide the small tensors among them, and each large one, by
+// bytes.
+void scan_many(const std::vector<TensorView>& views, bool moments, Row* rows);
 
 // Row-major index of the first non-finite element, in elements of the real format; the number of
-// elements if all are finite. Stops at the first.
+// elements if all are finite. Reads no further than that element's block.
 uint64_t first_nonfinite(const TensorView& view);
 
-std::vector<const char*> variants();  // that this machine can run, best last
-const char* variant();                // in use
+std::vector<const char*> variants();  // that this machine can run, the fastest last
+const char* variant();                // the one in use
 bool use_variant(const char* name);   // false: unknown, or not for this machine
 
-// Reads every byte of [data, data + bytes), shared out as a scan is, and does nothing with them:
-// the benchmarks' limit.
+// Reads every byte of [data, data + bytes) with the threads of a scan, and does nothing else. The
+// benchmarks compare scans with it.
 void plain_read(const void* data, uint64_t bytes);
 
 }  // namespace nanscan::cpu

@@ -1,4 +1,4 @@
-// One instruction-set variant of the block kernels; CMake builds this file once for each.
+// The block kernels for one CPU instruction set. CMake builds this file once for each set.
 #include "scan_kernels.h"
 
 #define NANSCAN_STRING_(x) #x
@@ -8,30 +8,15 @@
 
 namespace nanscan::cpu {
 
-// In the order of DType.
 extern const Variant NANSCAN_JOIN(kVariant_, NANSCAN_VARIANT);
 const Variant NANSCAN_JOIN(kVariant_, NANSCAN_VARIANT) = {
     NANSCAN_STRING(NANSCAN_VARIANT),
-    {
-        Kernel<FormatOf<DType::kFloat16>>::scan,
-        Kernel<FormatOf<DType::kBFloat16>>::scan,
-        Kernel<FormatOf<DType::kFloat32>>::scan,
-        Kernel<FormatOf<DType::kFloat64>>::scan,
-        Kernel<FormatOf<DType::kFloat8E4M3FN>>::scan,
-        Kernel<FormatOf<DType::kFloat8E5M2>>::scan,
-        Kernel<FormatOf<DType::kFloat8E4M3FNUZ>>::scan,
-        Kernel<FormatOf<DType::kFloat8E5M2FNUZ>>::scan,
-    },
-    {
-        Kernel<FormatOf<DType::kFloat16>>::moments,
-        Kernel<FormatOf<DType::kBFloat16>>::moments,
-        Kernel<FormatOf<DType::kFloat32>>::moments,
-        Kernel<FormatOf<DType::kFloat64>>::moments,
-        Kernel<FormatOf<DType::kFloat8E4M3FN>>::moments,
-        Kernel<FormatOf<DType::kFloat8E5M2>>::moments,
-        Kernel<FormatOf<DType::kFloat8E4M3FNUZ>>::moments,
-        Kernel<FormatOf<DType::kFloat8E5M2FNUZ>>::moments,
-    },
+#define NANSCAN_SCAN(dtype, ...) Kernel<FormatOf<DType::dtype>>::scan,
+    {NANSCAN_DTYPES(NANSCAN_SCAN)},
+#undef NANSCAN_SCAN
+#define NANSCAN_MOMENTS(dtype, ...) Kernel<FormatOf<DType::dtype>>::moments,
+    {NANSCAN_DTYPES(NANSCAN_MOMENTS)},
+#undef NANSCAN_MOMENTS
     read,
 };
 

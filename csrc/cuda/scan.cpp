@@ -115,11 +115,11 @@ Device::Device(int ordinal, const void* image)
     check(driver().module_function(&found, module, kernel.c_str()), loading + ": " + kernel);
     return found;
   };
-#define NANSCAN_FUNCTIONS(suffix, dtype)                                              \
+#define NANSCAN_FUNCTIONS(dtype, suffix, ...)                                         \
   flat_[static_cast<int>(DType::dtype)] = function("nanscan_flat_" #suffix);          \
   strided_[static_cast<int>(DType::dtype)][0] = function("nanscan_strided_" #suffix); \
   strided_[static_cast<int>(DType::dtype)][1] = function("nanscan_strided_moments_" #suffix);
-  NANSCAN_FORMATS(NANSCAN_FUNCTIONS)
+  NANSCAN_DTYPES(NANSCAN_FUNCTIONS)
 #undef NANSCAN_FUNCTIONS
   many_[0] = function("nanscan_many");
   many_[1] = function("nanscan_many_moments");

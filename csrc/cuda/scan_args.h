@@ -83,15 +83,4 @@ struct ManyScan {
 static_assert(sizeof(ManyScan) <= 4096 && sizeof(StridedScan) <= 4096,
               "kernel arguments of any driver");
 
-// X(function suffix, DType) for every format.
-#define NANSCAN_FORMATS(X)            \
-  X(float16, kFloat16)                \
-  X(bfloat16, kBFloat16)              \
-  X(float32, kFloat32)                \
-  X(float64, kFloat64)                \
-  X(float8_e4m3fn, kFloat8E4M3FN)     \
-  X(float8_e5m2, kFloat8E5M2)         \
-  X(float8_e4m3fnuz, kFloat8E4M3FNUZ) \
-  X(float8_e5m2fnuz, kFloat8E5M2FNUZ)
-
 }  // namespace nanscan::cuda

@@ -697,11 +697,11 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
   const MappedIndex index{scan.index + entry.index_begin, entry.index_count};
   Totals<kMoments> found;
   switch (entry.dtype) {
-#define NANSCAN_CASE(suffix, dtype)                                                            \
+#define NANSCAN_CASE(dtype, ...)                                                               \
   case DType::dtype:                                                                           \
     found = scan_flat<FormatOf<DType::dtype>, kMoments>(entry.data, entry.count, index, call); \
     break;
-    NANSCAN_FORMATS(NANSCAN_CASE)
+    NANSCAN_DTYPES(NANSCAN_CASE)
 #undef NANSCAN_CASE
   }
   finish(found, call);
@@ -720,7 +720,7 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
     body;                                                                    \
   }
 
-#define NANSCAN_ENTRIES(suffix, dtype)                                            \
+#define NANSCAN_ENTRIES(dtype, suffix, ...)                                       \
   NANSCAN_ENTRY(nanscan_flat_##suffix, FlatScan, kFlatResident,                   \
                 (run_flat<FormatOf<DType::dtype>>(scan)))                         \
   NANSCAN_ENTRY(nanscan_strided_##suffix, StridedScan, kOtherBlocksPerSm,         \
@@ -728,7 +728,7 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
   NANSCAN_ENTRY(nanscan_strided_moments_##suffix, StridedScan, kOtherBlocksPerSm, \
                 (scan_strided<FormatOf<DType::dtype>, true>(scan)))
 
-NANSCAN_FORMATS(NANSCAN_ENTRIES)
+NANSCAN_DTYPES(NANSCAN_ENTRIES)
 NANSCAN_ENTRY(nanscan_many, ManyScan, kOtherBlocksPerSm, scan_many<false>(scan))
 NANSCAN_ENTRY(nanscan_many_moments, ManyScan, kOtherBlocksPerSm, scan_many<true>(scan))
 

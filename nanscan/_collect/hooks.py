@@ -102,7 +102,7 @@ class Hooks(torch_events.Listener):
         self._kinds = kinds
         self._calls = _C.Calls(
             table.core,
-            self,
+            python_hooks=self,
             inputs="input" in kinds,
             outputs="output" in kinds,
             late_keywords=not registry.only,

@@ -6,19 +6,10 @@ import functools
 
 import torch
 
-DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-)
+from nanscan import _C
+
+# The names, and with them what the kernels know, come from the table in csrc/float_format.h.
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,15 @@ from nanscan import _C
 from nanscan._data.row import Rows
 
 Record = bytes | np.void | Rows  # of one row
-_FIELDS = struct.Struct("<7Q4I2d2Q24x")
+# The fields that a result shows, in the order of csrc/row.h; the others are skipped as padding.
+_SHOWN = (
+    *("elements", "nan", "posinf", "neginf", "max_key", "min_key", "first_bad", "calls"),
+    *("sum", "sumsq", "zeros", "subnormals"),
+)
+_CODES = {"u8": "Q", "u4": "I", "f8": "d"}  # of the module struct, by NumPy format
+_FIELDS = struct.Struct(
+    "<" + "".join(_CODES[f] if name in _SHOWN else f"{f[1:]}x" for name, f in _C.ROW_FIELDS)
+)
 _SIGN = 1 << 63
 _ALL = (1 << 64) - 1
 
@@ -104,7 +112,6 @@ class ScanResult:
             self._min_key,
             self._first_bad,
             self.calls,
-            *_,
             total,
             squares,
             zeros,

@@ -1,32 +1,13 @@
-"""The row as NumPy sees it; its layout and its keys are those of csrc/row.h."""
+"""The row as NumPy sees it; csrc/row.h defines its layout and its keys."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-ROW = np.dtype(
-    [
-        ("elements", "u8"),
-        ("nan", "u8"),
-        ("posinf", "u8"),
-        ("neginf", "u8"),
-        ("max_key", "u8"),
-        ("min_key", "u8"),
-        ("first_bad", "u8"),
-        ("calls", "u4"),
-        ("pending", "i4"),
-        ("first_bad_call", "u4"),
-        ("ticket", "u4"),
-        ("sum", "f8"),
-        ("sumsq", "f8"),
-        ("zeros", "u8"),
-        ("subnormals", "u8"),
-        ("call_first_bad", "u8"),
-        ("mirror", "u8"),
-        ("arrived", "u8"),
-    ]
-)
+from nanscan import _C
+
+ROW = np.dtype(list(_C.ROW_FIELDS))
 
 Rows = npt.NDArray[np.void]
 Floats = npt.NDArray[np.float64]

@@ -136,11 +136,11 @@ struct Kernel {
   {#kernel, sizeof(cuda::Arguments),                                       \
    [](const void* p) { kernel(*static_cast<const cuda::Arguments*>(p)); }, \
    [](const void* p) { return targets_of(*static_cast<const cuda::Arguments*>(p)); }},
-#define KERNELS(suffix, dtype)                  \
+#define KERNELS(dtype, suffix, ...)             \
   KERNEL(nanscan_flat_##suffix, FlatScan)       \
   KERNEL(nanscan_strided_##suffix, StridedScan) \
   KERNEL(nanscan_strided_moments_##suffix, StridedScan)
-const Kernel kKernels[] = {NANSCAN_FORMATS(KERNELS) KERNEL(nanscan_many, ManyScan)
+const Kernel kKernels[] = {NANSCAN_DTYPES(KERNELS) KERNEL(nanscan_many, ManyScan)
                                KERNEL(nanscan_many_moments, ManyScan)};
 #undef KERNELS
 #undef KERNEL

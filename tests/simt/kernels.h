@@ -4,11 +4,11 @@
 
 #include "cuda/scan_args.h"
 
-#define NANSCAN_DECLARE(suffix, dtype)                                  \
+#define NANSCAN_DECLARE(dtype, suffix, ...)                             \
   extern "C" void nanscan_flat_##suffix(nanscan::cuda::FlatScan);       \
   extern "C" void nanscan_strided_##suffix(nanscan::cuda::StridedScan); \
   extern "C" void nanscan_strided_moments_##suffix(nanscan::cuda::StridedScan);
-NANSCAN_FORMATS(NANSCAN_DECLARE)
+NANSCAN_DTYPES(NANSCAN_DECLARE)
 #undef NANSCAN_DECLARE
 extern "C" void nanscan_many(nanscan::cuda::ManyScan);
 extern "C" void nanscan_many_moments(nanscan::cuda::ManyScan);

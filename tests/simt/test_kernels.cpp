@@ -39,9 +39,9 @@ struct Kernels {
   void (*strided_moments)(StridedScan);
 };
 constexpr Kernels kKernels[nanscan::kDTypeCount] = {
-#define KERNELS_OF(suffix, dtype) \
+#define KERNELS_OF(dtype, suffix, ...) \
   {nanscan_flat_##suffix, nanscan_strided_##suffix, nanscan_strided_moments_##suffix},
-    NANSCAN_FORMATS(KERNELS_OF)
+    NANSCAN_DTYPES(KERNELS_OF)
 #undef KERNELS_OF
 };
 

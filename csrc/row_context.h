@@ -1,0 +1,48 @@
+// What the host knows of a row beside its numbers: which tensors were scanned into it, and in which
+// order rows were visited.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "row.h"
+#include "tensor_view.h"
+
+namespace nanscan {
+
+// The tensor that a row's numbers are of.
+struct Description {
+  DType dtype = DType::kFloat32;
+  bool is_complex = false;
+  std::vector<int64_t> shape;        // as the user sees it
+  uint64_t near_key = ~uint64_t{0};  // from this key on, a magnitude is near the dtype's limit
+
+  bool fits(const TensorView& view) const;
+};
+using DescriptionPtr = std::shared_ptr<const Description>;
+
+// near_limit: the share of the dtype's largest value that counts as near it.
+DescriptionPtr make_description(DType dtype, bool is_complex, std::vector<int64_t> shape,
+                                double near_limit);
+
+// Whether a row is non-finite or near its dtype's limit.
+bool is_notable(const Row& row, const Description* description);
+
+struct RowContext {
+  // Of the latest scan. On the CPU: of the first bad scan since the last reset, if there was one.
+  DescriptionPtr description;
+  // Scans on a device since the last reset. The host learns only later which of them were bad. So
+  // the descriptions before the present one are kept, each with the last call that it is of.
+  uint32_t device_calls = 0;
+  std::vector<std::pair<uint32_t, DescriptionPtr>> earlier;
+  uint32_t batch = 0;  // the latest scan_many on a device that had this row; 0: a single scan
+  uint64_t order = 0;  // position among this step's first visits, from 1; 0: not visited
+  uint64_t latest_order = 0;  // the order in the last step that visited it; CUDA graphs repeat it
+
+  void describe(const TensorView& view, double near_limit);
+  void describe_on_device(const TensorView& view, double near_limit);
+};
+
+}  // namespace nanscan
