@@ -1,8 +1,8 @@
-// The module nanscan._C: the only file that turns Python arguments into calls and failures into
-// exceptions. Calls made once a hook are raw METH_FASTCALL functions; pybind11 makes the rest.
+// The module nanscan._C: checks Python arguments, calls C++, and turns failures into exceptions.
 //
-// The raw functions of a Table are built-in functions whose `self` is a capsule of the Table, so
-// they cost no attribute look-up, no argument tuple and no type cast.
+// Functions that every hook calls are raw METH_FASTCALL functions; pybind11 makes all others. The
+// `self` of a raw function is a capsule of the C++ object, so that a call needs no attribute look-up,
+// no argument tuple and no type cast.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -25,7 +25,7 @@ namespace py = pybind11;
 namespace nanscan {
 namespace {
 
-// The names of capsules, which make them type-safe.
+// The name of the capsules of each type; Python checks it.
 template <typename T>
 constexpr const char* kCapsule = nullptr;
 template <>
@@ -40,7 +40,7 @@ T* self_of(PyObject* capsule) {
   return static_cast<T*>(PyCapsule_GetPointer(capsule, kCapsule<T>));
 }
 
-// A row index from Python; -2 with IndexError set when it is none. -1 passes when `optional`.
+// A row index from Python; -2 with an error set if it is not one. -1 is allowed if `optional`.
 int row_index(PyObject* object, const Table& table, bool optional) {
   const long index = PyLong_AsLong(object);
   if (index == -1 && PyErr_Occurred()) return -2;
@@ -56,14 +56,14 @@ bool expect_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
   return false;
 }
 
-// Scans outside of any table, of views of one device.
+// Scans that belong to no table. All views are on one device.
 std::vector<std::unique_ptr<cuda::PendingScan>> start_scans(const std::vector<TensorView>& views,
                                                             bool moments) {
   const cuda::Device& device = *cuda::Device::find(views.front().device.id);
   return cuda::PendingScan::start(device, views, moments, stream_of(device));
 }
 
-// Whether a scan is a launch: an empty tensor is done without.
+// Whether a scan needs a launch. That of an empty tensor does not.
 bool is_launched(const TensorView& view) {
   return view.device.type == dlpack::kCUDA && view.elements > 0;
 }
@@ -73,7 +73,7 @@ py::bytes scan_now(const TensorView& view, bool moments) {
   return py::bytes(reinterpret_cast<const char*>(&row), sizeof row);
 }
 
-// Runs f, which returns an object; the driver's errors become Python's.
+// Runs f, which returns an object; an error of the driver becomes a Python error.
 template <typename F>
 PyObject* guarded(F&& f) {
   try {
@@ -124,7 +124,7 @@ PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) 
   return none_if(calls->before(args[0], args[1], count == 3 ? args[2] : nullptr));
 }
 
-// after(module, kwargs[, output]); without an output the module raised.
+// after(module, kwargs[, output]); no output: the module raised.
 PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Calls* calls = self_of<Calls>(self);
   if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
@@ -147,7 +147,7 @@ PyObject* gradient_hook(PyObject* self, PyObject* const* args, Py_ssize_t count)
   return none_if(hook->gradients->visit(*hook, args[0]));
 }
 
-// Scans many tensors with few launches. Returns what scan_once would, for each.
+// Scans many tensors with few launches. Returns for each what scan_once returns.
 py::list scan_once_many(const py::list& tensors, bool moments) {
   py::list results;
   std::map<int, std::vector<std::pair<size_t, TensorView>>> on_device;
@@ -171,7 +171,7 @@ py::list scan_once_many(const py::list& tensors, bool moments) {
   return results;
 }
 
-// scan_many(tensors: list, rows: list) -> list of (position, status) of those not scanned.
+// scan_many(tensors: list, rows: list) -> list of (position, status) of the tensors not scanned.
 PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Table* table = self_of<Table>(self);
   if (!table || !expect_arguments(count, 2, 2)) return nullptr;
@@ -180,7 +180,8 @@ PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t coun
     PyErr_SetString(PyExc_TypeError, "nanscan: scan_many expects two lists of one length");
     return nullptr;
   }
-  // A copy of the list keeps its tensors alive: large scans release the GIL, and it may change.
+  // A copy of the list keeps its tensors alive: a large scan releases the GIL, and the list may
+  // change meanwhile.
   const auto alive =
       py::reinterpret_steal<py::object>(PyList_GetSlice(args[0], 0, PyList_GET_SIZE(args[0])));
   if (!alive) return nullptr;
@@ -198,7 +199,7 @@ PyObject* table_scan_many(PyObject* self, PyObject* const* args, Py_ssize_t coun
   });
 }
 
-// METH_FASTCALL functions are stored under the type of METH_VARARGS ones; CPython casts back.
+// A METH_FASTCALL function is stored as a PyCFunction; CPython casts it back.
 template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyMethodDef* method(const char* name, const char* doc) {
   static PyMethodDef definition = {
@@ -210,7 +211,7 @@ py::object builtin(PyMethodDef* definition, py::handle self) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(definition, self.ptr()));
 }
 
-// A bound raw function: its capsule keeps the Python object alive.
+// A raw method of an object. Its capsule keeps the Python object alive.
 template <typename T, PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
 py::object bound(py::object object, const char* name, const char* doc) {
   py::capsule capsule(object.cast<T*>(), kCapsule<T>);
@@ -270,7 +271,7 @@ const RowContext& context_of(const Table& table, int row) {
   return table.context(row);
 }
 
-// torch's name of a dtype whose real format is this.
+// torch's name of a dtype, or of the complex dtype of two such values.
 std::string name_of(DType dtype, bool is_complex) {
   if (is_complex) return "complex" + std::to_string(2 * 8 * item_size(dtype));
   return kDTypes[static_cast<int>(dtype)].name;
@@ -282,14 +283,14 @@ py::object as_tuple(DType dtype, bool is_complex, const int64_t* sizes, size_t c
   return py::make_tuple(name_of(dtype, is_complex), shape);
 }
 
-// (dtype, shape), or None where nothing was scanned.
+// (dtype, shape); None if nothing was scanned.
 py::object as_tuple(const Description* description) {
   if (!description) return py::none();
   return as_tuple(description->dtype, description->is_complex, description->shape.data(),
                   description->shape.size());
 }
 
-// The same of a tensor, without a call of torch that a tracer would record.
+// (dtype, shape) of a tensor, without calling torch: a tracer would record the call.
 py::object describe(py::handle tensor) {
   TensorView view;
   if (view_tensor(tensor.ptr(), view, LazyBits::kByStrides) != kOk) return py::none();
@@ -297,7 +298,7 @@ py::object describe(py::handle tensor) {
                   static_cast<size_t>(view.user_dims()));
 }
 
-// Merges a scan of the reference, given as the bytes of a Row.
+// Merges one scan, given as the bytes of a Row.
 void merge_scan(Table& table, int row, const py::bytes& scan, const std::string& dtype,
                 const std::vector<int64_t>& shape) {
   context_of(table, row);
@@ -360,7 +361,7 @@ void define_table(py::module_& m) {
       });
 }
 
-// The index of the CUDA device that a tensor is on; None if it is on none.
+// The index of a tensor's CUDA device; None if it is not on one.
 py::object cuda_ordinal(py::handle tensor) {
   TensorView view;
   const Status status = view_tensor(tensor.ptr(), view, LazyBits::kByStrides);

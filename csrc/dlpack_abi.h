@@ -1,6 +1,6 @@
-// The part of the DLPack C ABI that nanscan reads, declared from the DLPack 1.x specification
-// (dmlc/dlpack, include/dlpack/dlpack.h). torch publishes a table of these functions as
-// torch.Tensor.__dlpack_c_exchange_api__ from 2.10 on, so no torch header is needed.
+// The part of the DLPack C ABI that nanscan uses, declared from the DLPack 1.x specification
+// (dmlc/dlpack, include/dlpack/dlpack.h). From 2.10 on, torch publishes a table of these functions as
+// torch.Tensor.__dlpack_c_exchange_api__, so no torch header is needed.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ enum TypeCode : uint8_t {
   kFloat8E5M2FNUZ = 13,
 };
 
-// From this code on DLPack numbers the floating formats of 8 bits and fewer.
+// The type codes from this one on are floating-point formats of 8 bits or fewer.
 constexpr uint8_t kFirstSmallFloat = 7;
 
 struct Device {

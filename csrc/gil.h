@@ -1,4 +1,4 @@
-// Lets other Python threads run while this one waits or works without Python.
+// Releases the GIL for a scope that uses no Python, so that other threads run meanwhile.
 #pragma once
 
 #include <Python.h>

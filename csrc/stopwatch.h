@@ -1,4 +1,4 @@
-// How long hooks take, and how often: only where that is asked for.
+// Measures how long hooks take and counts them, while it is switched on.
 #pragma once
 
 #include <chrono>
@@ -11,14 +11,14 @@ class Stopwatch {
  public:
   void set_running(bool running) { running_ = running; }
 
-  // Nanoseconds and laps since the last time it was asked.
+  // Nanoseconds and laps since the last call.
   std::pair<uint64_t, uint64_t> take() {
     const std::pair<uint64_t, uint64_t> taken{nanoseconds_, laps_};
     nanoseconds_ = laps_ = 0;
     return taken;
   }
 
-  // Lasts while a hook's body runs.
+  // Measures its own lifetime: that of one hook.
   class Lap {
    public:
     explicit Lap(Stopwatch& watch) : watch_(watch), began_(watch.running_ ? now() : 0) {}

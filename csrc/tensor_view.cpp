@@ -28,7 +28,8 @@ int format_of(dlpack::DataType type, bool& is_complex) {
   return is_floating ? kBadFormat : kNotFloat;
 }
 
-// Truth of a method without arguments; an exception counts as true, so that the caller goes slow.
+// The truth of a method without arguments. An exception counts as true: the caller then refuses the
+// tensor, and Python looks at it.
 bool call_bool(PyObject* object, PyObject* method) {
   PyObject* result =
       PyObject_VectorcallMethod(method, &object, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
@@ -41,11 +42,11 @@ bool call_bool(PyObject* object, PyObject* method) {
   return truth;
 }
 
-// Dimensions in the order of memory, slowest first, without those of size 1 or stride 0.
+// The dimensions in memory order, slowest first, without those of size 1 or stride 0.
 struct SortedDims {
   int count = 0;
   int dim[kMaxDims];
-  uint64_t repeat = 1;  // by stride-0 dimensions
+  uint64_t repeat = 1;  // the product of the sizes of stride-0 dimensions
   bool expanded = false, permuted = false;
 };
 
@@ -86,7 +87,7 @@ bool initialize_torch(PyObject* tensor, PyObject* parameter, PyObject* capsule) 
     PyErr_SetString(PyExc_TypeError, "nanscan: expected two types");
     return false;
   }
-  // References kept for the life of the process.
+  // These references are kept for the life of the process.
   tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor));
   parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
   name_is_neg = PyUnicode_InternFromString("is_neg");
@@ -124,8 +125,7 @@ Status view_tensor(PyObject* object, TensorView& view, LazyBits lazy_bits) {
     view.elements *= static_cast<uint64_t>(t.shape[i]);
     every_other &= t.shape[i] == 1 || dims.stride[i] % 2 == 0;
   }
-  // NOTES: asking makes torch release and take the GIL, which costs as much as the rest of the
-  // view.
+  // NOTES: these methods release the GIL and take it again, which costs as much as all else here.
   if (lazy_bits == LazyBits::kAlwaysAsk || view.is_complex || every_other) {
     if (call_bool(object, name_is_neg)) return kLazyBit;
     if (view.is_complex && call_bool(object, name_is_conj)) return kLazyBit;

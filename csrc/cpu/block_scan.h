@@ -1,4 +1,4 @@
-// The contract between the instruction-set variants of the block kernels and their caller.
+// The interface of the block kernels: one Variant for each CPU instruction set.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,14 @@
 
 namespace nanscan::cpu {
 
-// Accumulates over consecutive blocks of one scan. Keys are FloatFormat keys, widened.
-// Plain data with no member functions: it crosses between objects built for different machines.
+// The sums over consecutive blocks of one scan. Keys are those of FloatFormat, as 64-bit integers.
+// It has no member functions: they would be compiled for different instruction sets, and the linker
+// might keep one that this machine cannot run.
 struct BlockTotals {
   uint64_t nan, posinf, neginf;
-  int64_t max_key, min_key;  // over finite values; meaningful once has_finite
+  int64_t max_key, min_key;  // over finite values; valid if has_finite
   uint32_t has_finite;
-  double sum, sumsq;  // these four only from moments
+  double sum, sumsq;  // this line and the next: only from `moments`
   uint64_t zeros, subnormals;
 };
 
@@ -25,7 +26,7 @@ struct Variant {
   const char* name;
   BlockScan scan[kDTypeCount];     // counts and extremes
   BlockScan moments[kDTypeCount];  // sum, sumsq, zeros and subnormals of the finite values
-  BlockScan read;                  // data as bytes: loads and combines them, and nothing else
+  BlockScan read;                  // only loads and combines n bytes
 };
 
 }  // namespace nanscan::cpu

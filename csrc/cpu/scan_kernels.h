@@ -1,10 +1,9 @@
-// The CPU scan over flat memory, in two levels. Level 1 takes only the min and max of the integer
-// keys of a chunk; a NaN or Inf shows in them. Only a chunk that shows one is scanned again by
-// level 2, exactly, with mask arithmetic and no branch. Clean data pays for level 1 alone.
+// The CPU scan over flat memory, in two levels. Level 1 takes the min and max of a chunk's integer
+// keys, which show any NaN or Inf. Only then level 2 scans the chunk again and counts.
 //
-// This source is built once an instruction set, with NANSCAN_VARIANT and NANSCAN_VECTOR_BYTES set.
-// Everything is in an unnamed namespace and no standard header with inline functions is included,
-// so that the linker can never pick an AVX-512 copy of a shared function for an older machine.
+// Compiled once for each instruction set. All is in an unnamed namespace, and no standard header with
+// inline functions is included: so the linker cannot pick an AVX-512 copy of a shared function for an
+// older machine.
 #pragma once
 
 #include "block_scan.h"
@@ -14,7 +13,7 @@ namespace {
 
 constexpr int kVectorBytes = NANSCAN_VECTOR_BYTES;
 constexpr int kUnroll = 4;       // independent accumulators, to cover the latency of min and max
-constexpr size_t kChunk = 4096;  // bytes a chunk: it is still in L1 if level 2 needs it
+constexpr size_t kChunk = 4096;  // bytes of a chunk: still in L1 if level 2 needs it
 // No software prefetch: on Zen 4 it lost 20 % of the bandwidth of DRAM at every distance tried.
 
 template <typename Int>
@@ -71,8 +70,8 @@ struct Kernel {
   static Vector max(Vector a, Vector b) { return a > b ? a : b; }
   static Vector fill(Int value) { return Vector{} + value; }
 
-  // Running extremes of finite keys. Start outside the range from the other side, so that they are
-  // the identity of max and min, and `max` tells whether any finite key was seen.
+  // Extremes of the keys so far. max starts at the lowest integer and min at the highest, which no
+  // finite value has as key: so max shows whether there was a finite key.
   struct Extremes {
     Vector max[kUnroll], min[kUnroll];
   };
@@ -106,7 +105,7 @@ struct Kernel {
     return any((high > Format::kMaxFinite) | (low < Format::kMinFinite));
   }
 
-  // Level 1: n is a multiple of kStep. Returns false, with e unchanged, if anything is not finite.
+  // Level 1. n is a multiple of kStep. If there is a NaN or Inf, returns false and leaves e as it is.
   static bool scan_clean(const Int* p, size_t n, Extremes& e) {
     Extremes local = e;
     for (size_t i = 0; i < n; i += kStep) {
@@ -122,8 +121,8 @@ struct Kernel {
     return true;
   }
 
-  // Level 2: exact. Lane counters cannot overflow: a lane sees kChunk / kVectorBytes elements at
-  // most, split into runs of kRun.
+  // Level 2: counts every element, with masks and no branch. Runs of kRun keep the 8-bit counters of
+  // the lanes from overflowing.
   static void scan_exact(const Int* p, size_t n, Extremes& e, BlockTotals& t) {
     constexpr size_t kRun = 64 * kLanes;
     static_assert(kRun % kStep == 0 && 64 < 127, "a run fits the 8-bit counters");
@@ -181,7 +180,7 @@ struct Kernel {
     t.has_finite = 1;
   }
 
-  // Elements before the next vector boundary, so that no load straddles two cache lines.
+  // The elements before the next vector boundary: after them, no load touches two cache lines.
   static size_t head(const Int* p, size_t n) {
     const size_t misaligned = reinterpret_cast<uintptr_t>(p) % kVectorBytes;
     if (misaligned == 0 || misaligned % sizeof(Int) != 0) return 0;
@@ -203,7 +202,7 @@ struct Kernel {
         e.max[u] = fill(Format::kLowest);
         e.min[u] = fill(Format::kHighest);
       }
-      bool expect_clean = true;  // bad values come in crowds: after one, go straight to level 2
+      bool expect_clean = true;  // bad values come in groups: after one, start with level 2
       while (n >= kStep) {
         const size_t chunk = n < kChunkElements ? n / kStep * kStep : kChunkElements;
         if (!expect_clean || !scan_clean(p, chunk, e)) {
@@ -226,8 +225,8 @@ struct Kernel {
     if constexpr (Format::kWidth == 64) {
       __builtin_memcpy(&value, &magnitude, sizeof value);
     } else {
-      // Normal values by re-biasing the exponent, subnormal ones as integer times 2^k: no operand
-      // is ever subnormal, so flush-to-zero modes have nothing to flush.
+      // A normal value: the exponent is re-biased. A subnormal one: an integer times 2^k. No operand
+      // is subnormal as a double, so a flush-to-zero mode changes nothing.
       constexpr int kShift = 52 - Format::kMantissaBits;
       const uint64_t wide = static_cast<uint64_t>(magnitude) << kShift;
       const uint64_t normal_bits = wide + (uint64_t{1023 - Format::kBias} << 52);
@@ -269,9 +268,8 @@ struct Kernel {
   }
 };
 
-// The plain read that the benchmarks take as the limit: one OR a load, in the scan's chunks. Loads
-// of 32 bytes, with which DRAM was read 10 to 15 % faster than with 64 on Zen 4; in cache they are
-// slower.
+// The read that benchmarks compare scans with: one OR for each load, in the chunks of a scan. Loads
+// of 32 bytes read DRAM 10 to 15 % faster than those of 64 on Zen 4; in cache they are slower.
 constexpr size_t kReadCached = size_t{16} << 20;
 constexpr int kReadBytes = kVectorBytes < 32 ? kVectorBytes : 32;
 typedef int64_t ReadVector __attribute__((vector_size(kReadBytes)));
@@ -295,7 +293,7 @@ int64_t read_flat(const char* p, size_t n) {
   return result;
 }
 
-// What is read goes to max_key, so that the loads cannot be dropped.
+// The result goes to max_key, so that the compiler keeps the loads.
 void read(const void* data, size_t n, BlockTotals* totals) {
   const char* p = static_cast<const char*>(data);
   if (n < kReadCached) {
