@@ -32,7 +32,7 @@ from nanscan._data.errors import NonFiniteError, NonFiniteWarning
 from nanscan._data.finding import FAULTS, Finding
 from nanscan._data.frames import is_library
 from nanscan._data.places import ModulePlace, ParameterPlace, Place
-from nanscan._data.site import DEFAULT_KINDS, KINDS, Kind, Site
+from nanscan._data.site import DEFAULT_KINDS, Kind, Site
 from nanscan._judge.causes import causes, unlikely
 from nanscan._judge.facts import Facts
 from nanscan._judge.judge import Judge, Judged
@@ -239,7 +239,7 @@ class Monitor:
 
     def probe(self, name: str, x: Any) -> None:
         """What `probe` does, for this monitor alone."""
-        self._hooks.watch(x, name, "probe")
+        self._hooks.watch(x, name, Kind.PROBE)
 
     def scan_fully(self, steps: int = 3) -> None:
         """Scans everything in this step, as far as it is still to come, and the next ones."""
@@ -482,8 +482,8 @@ class Monitor:
         facts = Facts(snapshot, self._table, self._registry, self._hooks.optimizers)
         # What other code did to a parameter is explained by no numbers of ours.
         for item in () if snapshot.spoiled else judged:
-            item.finding.causes = causes(item, facts)
-            item.finding.unlikely = unlikely(item, facts)
+            item.finding.causes = tuple(causes(item, facts))
+            item.finding.unlikely = tuple(unlikely(item, facts))
         new = [item.finding for item in judged]
         faults = [finding for finding in new if finding.verdict in FAULTS]
         if faults:
@@ -497,7 +497,7 @@ class Monitor:
     def _add_given(self, judged: Judged, facts: OptimizerFacts | None) -> None:
         for name, moment in facts.moments.items() if facts is not None else ():
             place = cast("ParameterPlace", judged.node.place)
-            judged.finding.given.append((place.moment(name).site, moment))
+            judged.finding.given += ((place.moment(name).site, moment),)
 
     # -- actions ---------------------------------------------------------------------------------
 
@@ -510,7 +510,7 @@ class Monitor:
             self._saver.save(first, self._place_of(first.site), calls)
         for finding in self._held:  # the first fault of this step, if that was judged ahead
             if finding.verdict in FAULTS:
-                finding.affected += [fault.site for fault in faults]
+                finding.affected += tuple(fault.site for fault in faults)
         self._held += [f for f in new if f.verdict not in FAULTS or f is first]
         while self._held and not self._holds:
             self._act_on(self._held.pop(0))
@@ -586,8 +586,7 @@ def _check_target(model: object, kinds: frozenset[str], action: object) -> None:
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"nanscan: expected a torch.nn.Module or None, got {type(model).__name__}")
     for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"nanscan: unknown kind {kind!r}; kinds are {', '.join(KINDS)}")
+        Kind(kind)
     if not callable(action) and action not in ("warn", "raise", "log"):
         raise ValueError(
             f"nanscan: action must be 'warn', 'raise', 'log' or a callable, got {action!r}"

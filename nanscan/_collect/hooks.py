@@ -27,11 +27,12 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from nanscan import _C
-from nanscan._collect import optimizer_events, torch_events
+from nanscan._collect import torch_events
+from nanscan._collect.listener import Listener
 from nanscan._collect.names import Registry
 from nanscan._collect.parameter_changes import Suspects
 from nanscan._collect.schedule import FULL, Cost, Turn, dispatch_seconds, gradient_dispatch_seconds
@@ -60,7 +61,7 @@ _NOTHING = (type(None), bool, int, float, str, bytes, complex)
 _is_tracing = torch.compiler.is_dynamo_compiling
 
 
-class Hooks(torch_events.Listener):
+class Hooks(Listener):
     """Observes one model, or every module of the process.
 
     Args:
@@ -186,8 +187,6 @@ class Hooks(torch_events.Listener):
         if self._on_call is not None:  # registered first, so that nothing runs yet when it looks
             self._handles.append(register_module_forward_pre_hook(self.call_begins))
         self._attach_modules()
-        self._handles.append(register_optimizer_step_pre_hook(self.before_step))
-        optimizer_events.listen(self.after_step)
 
     def _attach_modules(self) -> None:
         if not self._registry.only:
@@ -219,7 +218,6 @@ class Hooks(torch_events.Listener):
         self._calls.set_attached(False)
         torch_events.forget(self)
         self._calls.forget_running()
-        optimizer_events.forget(self.after_step)
 
     # A copied or unpickled model carries bound methods of these hooks along. Copies are unknown to
     # the registry and so not watched; a pickle must not drag the monitor with it.
@@ -429,7 +427,7 @@ class Hooks(torch_events.Listener):
             x.register_hook(node.hook)  # type: ignore[no-untyped-call]
 
     def _make_gradient_hook(self, node: Node) -> None:
-        node.gradient = Node(node.place, "grad_output", node.path)
+        node.gradient = Node(node.place, Kind.GRAD_OUTPUT, node.path)
         node.hook = self._calls.gradient_hook(len(self._gradients))
         self._gradients.append(node.gradient)
         with torch.inference_mode(mode=False):
@@ -495,14 +493,14 @@ class Hooks(torch_events.Listener):
 
     # -- what torch has no hook for -------------------------------------------------------------
 
-    def backward_begins(self, tensors: Any) -> None:
+    def on_before_backward(self, tensors: Any) -> None:
         """Scans the loss, unless it can only be another model's, or a checkpoint's."""
         if self._is_of_ours():
             self._on_backward(False)
-            self.watch(tensors, "loss", "loss")
+            self.watch(tensors, "loss", Kind.LOSS)
             self._look_for_spoiled()
 
-    def backward_ended(self) -> None:
+    def on_after_backward(self) -> None:
         """Tells of it. `torch.autograd.grad` and what torch.compile traced does not come here."""
         if self._is_of_ours():
             self._on_backward(True)
@@ -512,7 +510,7 @@ class Hooks(torch_events.Listener):
             self._handles and (self._ran or not self._registry.only) and not self.is_recomputing()
         )
 
-    def clipping_begins(self, parameters: list[torch.Tensor]) -> None:
+    def on_before_clipping(self, parameters: list[torch.Tensor]) -> None:
         """Scans gradients as backward left them. Before the step they are scanned as they are."""
         if "grad" not in self._kinds or not self.turn.period or not self._handles:
             return
@@ -523,12 +521,12 @@ class Hooks(torch_events.Listener):
         places.sort(key=lambda pair: -self._forward_position(pair[1]))
         self._scan_all([(p.grad, place.grad) for p, place in places if p.grad is not None])
 
-    def scaled_step_begins(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def on_before_scaled_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Nothing is known yet: the scaler looks for Inf itself."""
         self._stepping.stepped = False
         self._stepping.scaler = scaler
 
-    def scaled_step_ended(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def on_after_scaled_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Scans the gradients that no optimizer's hook saw, if the scaler skipped the step."""
         self._stepping.scaler = None
         if self._stepping.stepped:
@@ -573,7 +571,7 @@ class Hooks(torch_events.Listener):
 
     # -- optimizer steps -------------------------------------------------------------------------
 
-    def before_step(
+    def on_before_optimizer_step(
         self, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Scans gradients in the order in which backward made them, as far as that is known.
@@ -590,7 +588,6 @@ class Hooks(torch_events.Listener):
         plan = self._plan(optimizer)
         if plan is None or not self._handles:
             return None
-        optimizer_events.move_to_end()
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
         if self._skipper is not None:
             return self._skipper.before(
@@ -630,7 +627,7 @@ class Hooks(torch_events.Listener):
         pairs = [(parameters[i].grad, place.grad.site) for i, place in plan.backward]
         return [(grad, site) for grad, site in pairs if grad is not None], fine
 
-    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def on_after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans parameters, and moments when asked for, and ends the step."""
         if _is_tracing():
             return

@@ -13,6 +13,7 @@ from nanscan import _C
 from nanscan._collect.snapshot import Snapshot, Sweep
 from nanscan._data.places import Node
 from nanscan._data.row import ROW, Rows, absmax, finite_max, finite_min, nonfinite
+from nanscan._data.text import dtype_name
 
 
 class Table:
@@ -147,7 +148,7 @@ class Table:
 
     def merge(self, row: int, tensor: torch.Tensor, record: Rows) -> None:
         """Merges a scan that plain torch made, where there are no kernels."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         self.core.merge(row, record.tobytes(), dtype, tuple(tensor.shape))
 
     def _next_slot(self, step: int, count: int) -> tuple[Rows, npt.NDArray[np.uint64]]:

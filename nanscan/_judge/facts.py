@@ -119,17 +119,17 @@ class Facts:
     @functools.cached_property
     def gradients(self) -> Trend:
         """Of all parameters; before clipping, where a step clips."""
-        return self.trend(*self._rows("grad"))
+        return self.trend(*self._rows(Kind.GRAD))
 
     @functools.cached_property
     def parameters(self) -> Trend:
         """Of all parameters, after each step."""
-        return self.trend(*self._rows("param"))
+        return self.trend(*self._rows(Kind.PARAM))
 
     @functools.cached_property
     def losses(self) -> Trend:
         """Of what backward started from."""
-        return self.trend(*self._rows("loss"))
+        return self.trend(*self._rows(Kind.LOSS))
 
     # -- in this step ------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Facts:
     def _forward(self) -> tuple[Floats, Floats, Floats]:
         """Of each row of the forward, in order: when it was scanned, if it is bad, its absmax."""
         found: list[tuple[float, float, float]] = []
-        for row in self.scanned("input", "output", "loss", "probe"):
+        for row in self.scanned(Kind.INPUT, Kind.OUTPUT, Kind.LOSS, Kind.PROBE):
             stats, is_input = self.snapshot.result(row), self._table.nodes[row].kind == "input"
             infinite = stats.posinf_count if is_input else stats.inf_count
             masked = is_input and is_mask(stats.min, stats.max)
@@ -167,7 +167,7 @@ class Facts:
     @functools.cached_property
     def narrowest(self) -> torch.dtype:
         """Of the dtypes of outputs, the one that overflows first."""
-        dtypes = {self.snapshot.result(row).dtype for row in self.scanned("output", "input")}
+        dtypes = {self.snapshot.result(row).dtype for row in self.scanned(Kind.OUTPUT, Kind.INPUT)}
         real = [dtype for dtype in dtypes if not dtype.is_complex]
         return min(real, key=lambda dtype: float(torch.finfo(dtype).max), default=torch.float32)
 
@@ -184,7 +184,7 @@ class Facts:
         sources = inside.input_sources() if isinstance(inside, ModulePlace) else set()
         return [
             (other.site, self.snapshot.result(other.row))
-            for other in (self._table.nodes[r] for r in self.scanned("input", "output"))
+            for other in (self._table.nodes[r] for r in self.scanned(Kind.INPUT, Kind.OUTPUT))
             if (other.place.is_inside(inside) or other.row in sources)
             and order[other.row] < order[row]
             and self.snapshot.describe(other.row) == like

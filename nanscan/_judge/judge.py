@@ -108,7 +108,7 @@ class Judge:
             step.note(row)
         self._update_parameters(snapshot)
         if faults:
-            faults[0].finding.affected = [item.finding.site for item in faults[1:]]
+            faults[0].finding.affected = tuple(item.finding.site for item in faults[1:])
             self._first = self._first or faults[0].finding.site
             absorbed = [
                 i for i in step.absorbed(bad) if (snapshot.step, i.node.row) != self._absorbed
@@ -127,7 +127,7 @@ class Judge:
             return []
         judged = step.describe(bad[0], "scale-search")
         finding = judged.finding
-        finding.affected = [self._table.nodes[row].site for row in bad[1:]]
+        finding.affected = tuple(self._table.nodes[row].site for row in bad[1:])
         finding.how = f"the GradScaler skipped the step and lowered its scale of {snapshot.scale:g}"
         if snapshot.skips == self._max_skips:
             finding.verdict = "persistent-overflow"
@@ -267,7 +267,7 @@ class _Step:
         """Verdict and surroundings of a bad row."""
         judged = self._judged(row)
         if judged.finding.verdict == "origin" and not self._snapshot.turn.is_full:
-            judged.finding.unscanned = self._unscanned_before(row)
+            judged.finding.unscanned = tuple(self._unscanned_before(row))
             if judged.finding.unscanned:
                 judged.finding.how = "made here or where this step did not scan"
         return judged
@@ -337,7 +337,7 @@ class _Step:
             return []
         _, first, handed = min(found)
         judged = self.describe(first, "absorbed")
-        judged.finding.given = self._seen(handed)
+        judged.finding.given = tuple(self._seen(handed))
         return [judged]
 
     def describe(self, row: int, verdict: Verdict) -> Judged:
@@ -349,10 +349,10 @@ class _Step:
             verdict=verdict,
             how=_HOW.get(verdict, ""),
             stats=self._stats(row),
-            given=self._seen(self._given(node), as_known=node.kind == "output"),
-            before=self._seen(self._rows_before(row)),
+            given=tuple(self._seen(self._given(node), as_known=node.kind == "output")),
+            before=tuple(self._seen(self._rows_before(row))),
             history=self._table.history(row),
-            aliases=list(node.place.aliases) if isinstance(node.place, ParameterPlace) else [],
+            aliases=tuple(node.place.aliases) if isinstance(node.place, ParameterPlace) else (),
         )
         return Judged(
             finding,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -21,7 +22,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -30,7 +31,8 @@ from torch.utils._python_dispatch import (
 )
 
 from nanscan import _C
-from nanscan._collect import optimizer_events, torch_events
+from nanscan._collect import torch_events
+from nanscan._collect.listener import Listener
 from nanscan._collect.names import Registry
 from nanscan._data.frames import is_library, user_frame
 from nanscan._data.location import Direction, Location, Op, Operand
@@ -69,7 +71,7 @@ _eagerly = contextlib.ExitStack()  # while one is entered, in whatever order the
 _entering = threading.Lock()
 
 
-class Locating(torch_events.Listener):
+class Locating(Listener):
     """A search, op by op, made by `locating`.
 
     Attributes:
@@ -112,10 +114,8 @@ class Locating(torch_events.Listener):
         self._handles = [
             register_module_forward_pre_hook(self._module_begins),
             register_module_forward_hook(self._module_ended, with_kwargs=True, always_call=True),
-            register_optimizer_step_pre_hook(self._optimizer_begins),
         ]
-        optimizer_events.listen(self._optimizer_ended, is_first=True)
-        torch_events.listen(self)
+        torch_events.listen(self, is_first=True)
         with _entering:
             if not _entered:
                 _eagerly.enter_context(torch.compiler.set_stance("force_eager"))
@@ -132,7 +132,6 @@ class Locating(torch_events.Listener):
             if not _entered:
                 _eagerly.close()
         torch_events.forget(self)
-        optimizer_events.forget(self._optimizer_ended)
         for handle in self._handles:
             handle.remove()
             _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one
@@ -211,9 +210,11 @@ class Locating(torch_events.Listener):
             self._blame.end_step()
             absorbed = self._blame.first_absorbed
             if absorbed is not None and self.absorbed is None:
-                self.absorbed = self._build(absorbed)
-                self.absorbed.verdict = "absorbed"
-                self.absorbed.how = "made here; ops that took them returned finite values"
+                self.absorbed = dataclasses.replace(
+                    self._build(absorbed),
+                    verdict="absorbed",
+                    how="made here; ops that took them returned finite values",
+                )
         first = self._blame.first
         if first is not None and self.location is None:
             self.location = self._build(first)
@@ -270,7 +271,7 @@ class Locating(torch_events.Listener):
         """Whether something in this step is bad, or may yet turn out to be."""
         return bool(self._waiting) or self._blame.has_suspects
 
-    def backward_ended(self) -> None:
+    def on_after_backward(self) -> None:
         """What it left in leaves counts."""
         if self._is_here():
             self._gradients_reached()
@@ -309,15 +310,14 @@ class Locating(torch_events.Listener):
                 if not torch.is_grad_enabled():
                     self.settle()
 
-    def _optimizer_begins(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def on_before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_here():
             return
-        optimizer_events.move_to_end()
         frame = user_frame(sys._getframe(1))  # noqa: SLF001 - where inspect is too slow
         closure = getattr(kwargs.get("closure", args[-1] if args else None), "__code__", None)
         self._trace.thread.optimizer = None if frame is None else frame.f_code, closure
 
-    def _optimizer_ended(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def on_after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_here():
             return
         self._trace.thread.optimizer = None
@@ -329,7 +329,7 @@ class Locating(torch_events.Listener):
         self.settle()
         self._trace.step += 1
 
-    def backward_begins(self, tensors: Any) -> None:
+    def on_before_backward(self, tensors: Any) -> None:
         """The loss counts."""
         if not self._is_here():
             return
@@ -350,15 +350,17 @@ class Locating(torch_events.Listener):
             node=event.node[0].rpartition("::")[2] if event.node else "",
             output_index=_first_bad(event.outputs),
             forward=None if forward is None else self._op(forward),
-            consumers=self._consumers(forward),
+            consumers=tuple(self._consumers(forward)),
             consequence=None if taint.consequence is None else self._op(taint.consequence),
             reached=taint.reached,
             recomputed=event.recomputed,
             step=event.step,
         )
-        location.causes = causes(location)
-        location.unlikely = refuted(location)[:_UNLIKELY]
-        return location
+        return dataclasses.replace(
+            location,
+            causes=tuple(causes(location)),
+            unlikely=tuple(refuted(location)[:_UNLIKELY]),
+        )
 
     def _forward_of(self, event: Event) -> Event | None:
         """The op whose backward this is. Numbers are a thread's own: the likeliest name decides."""
@@ -406,11 +408,11 @@ class Locating(torch_events.Listener):
             event.code.co_filename if event.code is not None else "",
             event.line,
             event.code.co_name if event.code is not None else "",
-            [self._operand(name, value) for name, value in event.operands],
-            [
+            tuple(self._operand(name, value) for name, value in event.operands),
+            tuple(
                 self._operand(name, value, made=True)
                 for name, value in zip(results, event.results, strict=True)
-            ],
+            ),
             {name: x for name, x in settings.items() if _is_simple(x)},
         )
 

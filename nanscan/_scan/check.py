@@ -11,6 +11,7 @@ from nanscan import _C
 from nanscan._data.dtypes import DTYPES
 from nanscan._data.errors import NonFiniteError
 from nanscan._data.result import ScanResult, describe
+from nanscan._data.text import dtype_name
 from nanscan._scan.dispatch import scan_anywhere
 from nanscan._scan.unwrap import Unscannable, plain_parts, reason
 
@@ -89,7 +90,7 @@ def _type_name(x: object) -> str:
 
 
 def _dtype_names() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    return ", ".join(dtype_name(dtype) for dtype in DTYPES)
 
 
 def check_many(tensors: Any, *, moments: bool = False) -> Any:

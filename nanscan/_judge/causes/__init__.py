@@ -13,7 +13,7 @@ import torch
 
 from nanscan._data.cause import Cause
 from nanscan._data.rules import ask
-from nanscan._data.text import name_of, number
+from nanscan._data.text import dtype_name, number
 from nanscan._judge.causes.forward import (
     bad_input_batch,
     branches_of_different_scale,
@@ -132,7 +132,7 @@ def _not_overflow(judged: Judged, facts: Facts) -> str | None:
     if judged.finding.stats.inf_count or bad or not scanned or top > math.log(limit) / 2:
         return None
     return (
-        f"overflow: finite values of the step reach {number(top)}; {name_of(dtype)} ends at "
+        f"overflow: finite values of the step reach {number(top)}; {dtype_name(dtype)} ends at "
         f"{number(limit)}"
     )
 

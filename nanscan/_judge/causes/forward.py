@@ -14,7 +14,7 @@ from nanscan._data.dtypes import rounds_to_zero
 from nanscan._data.finding import Seen
 from nanscan._data.result import ScanResult
 from nanscan._data.site import Site
-from nanscan._data.text import name_of, number
+from nanscan._data.text import dtype_name, number
 from nanscan._judge.facts import Facts, is_mask
 from nanscan._judge.judge import Judged
 
@@ -48,7 +48,7 @@ def overflow(judged: Judged, facts: Facts) -> Cause | None:
         return None
     if not stats.inf_count or stats.dtype.is_complex:
         return None
-    limit, dtype = torch.finfo(stats.dtype).max, name_of(stats.dtype)
+    limit, dtype = torch.finfo(stats.dtype).max, dtype_name(stats.dtype)
     past = facts.trend(judged.node.row)
     reached = max(stats.absmax or 0.0, past.last if past else 0.0)
     if reached < limit / 16:
@@ -84,7 +84,7 @@ def growing_to_the_limit(judged: Judged, facts: Facts) -> Cause | None:
         return None
     steps = max(math.ceil(math.log(limit / trend.last) / math.log(pace)), 1)
     return Cause(
-        f"values grow towards the largest {name_of(finding.dtype)}",
+        f"values grow towards the largest {dtype_name(finding.dtype)}",
         f"absmax went {trend}, of late {pace:.3g}-fold a step; so it passes {limit:g} in "
         + ("the next step" if steps == 1 else f"{steps:,} steps"),
         _more_range(finding.dtype),
@@ -109,7 +109,7 @@ def branches_of_different_scale(judged: Judged, facts: Facts) -> Cause | None:
     other = others[0]  # a branch is left where it begins
     also = f" ({others[-1][0]} is as large)" if len(others) > 1 else ""
     return Cause(
-        f"two branches meet here, and their sum does not fit into {name_of(stats.dtype)}",
+        f"two branches meet here, and their sum does not fit into {dtype_name(stats.dtype)}",
         f"absmax of {_with_growth(other, facts)}{also}, that of {_with_growth(last, facts)}; "
         f"their sum can reach {number(_largest_sum(other, last))}, the largest is {limit:g}",
         "bring both to one scale before they meet, norm(x) + branch, or damp one, "
@@ -171,7 +171,7 @@ def zero_variance(judged: Judged, facts: Facts) -> Cause | None:
     kind = type(module).__name__
     return Cause(
         f"zero variance: {kind} divides by the square root of 0, as its eps={eps:g} is 0 in "
-        f"{name_of(dtype)}",
+        f"{dtype_name(dtype)}",
         f"{stats.nonfinite_count:,} of {stats.numel:,} values are bad{many}; what it was given is "
         "finite",
         f"{kind}(..., eps=1e-5)",

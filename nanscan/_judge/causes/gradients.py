@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from nanscan._data.cause import Cause
-from nanscan._data.text import name_of, number, rounded
+from nanscan._data.text import dtype_name, number, rounded
 from nanscan._judge.facts import Facts, option
 from nanscan._judge.judge import Judged
 
@@ -64,7 +64,7 @@ def overflow_in_backward(judged: Judged, facts: Facts) -> Cause | None:
     pace = _pace([size for _, size in modules])
     if max(top, beside) < limit / 16 and modules[-1][1] * pace**2 < limit:
         return None
-    dtype = name_of(facts.narrowest)
+    dtype = dtype_name(facts.narrowest)
     growth = f", {pace:.3g}-fold from module to module" if pace > 1 else ""
     near = f"finite values up to {number(beside)} beside it; " if beside else ""
     return Cause(

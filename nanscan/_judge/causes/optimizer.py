@@ -6,7 +6,7 @@ import torch
 
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import rounds_to_zero, smallest
-from nanscan._data.text import name_of, number, rounded
+from nanscan._data.text import dtype_name, number, rounded
 from nanscan._judge.facts import Facts, option
 from nanscan._judge.judge import Judged
 
@@ -20,7 +20,7 @@ def uninitialised_parameter(judged: Judged, _: Facts) -> Cause | None:
     stats = judged.finding.stats
     evidence = (
         f"it reaches {stats.absmax:.3g}, {(stats.absmax or 0) / torch.finfo(stats.dtype).max:.0%} "
-        f"of the largest {name_of(stats.dtype)}, before the first forward"
+        f"of the largest {dtype_name(stats.dtype)}, before the first forward"
         if stats.is_finite
         else f"{stats.nonfinite_count:,} of {stats.numel:,} elements were non-finite before the "
         "first forward"
@@ -43,7 +43,7 @@ def adam_eps_rounds_to_zero(judged: Judged, facts: Facts) -> Cause | None:
         return None
     if second.zero_count == 0:
         return None
-    dtype = name_of(second.dtype)
+    dtype = dtype_name(second.dtype)
     return Cause(
         f"{optimizer.name}'s eps={eps:g} is 0 in {dtype}: the update divides by sqrt(0) + 0",
         f"exp_avg_sq holds {second.zero_count:,} exact zeros of {second.numel:,}; the parameter "
@@ -66,7 +66,7 @@ def second_moment_overflow(judged: Judged, facts: Facts) -> Cause | None:
     if not bad or (finding.site.kind == "state" and finding.site.path not in bad):
         return None
     moment, top = optimizer.moments[bad[0]], gradient.absmax
-    limit, dtype = torch.finfo(moment.dtype).max, name_of(moment.dtype)
+    limit, dtype = torch.finfo(moment.dtype).max, dtype_name(moment.dtype)
     betas = optimizer.options.get("betas", (0.0, 0.0))
     square = (1 - float(betas[1])) * top**2
     if square < limit / 4:
@@ -95,9 +95,9 @@ def update_too_large(judged: Judged, facts: Facts) -> Cause | None:
         return None
     return Cause(
         f"the learning rate is too high: one update of lr={lr:g} does not fit into "
-        f"{name_of(finding.dtype)}",
+        f"{dtype_name(finding.dtype)}",
         f"lr times the gradient's absmax of {number(top)} is {number(lr * top)}; the largest "
-        f"{name_of(finding.dtype)} is {limit:g}",
+        f"{dtype_name(finding.dtype)} is {limit:g}",
         f"SGD(..., lr={rounded(0.01 / top)}), with which an update is at most 0.01",
     )
 

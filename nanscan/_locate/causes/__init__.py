@@ -10,7 +10,7 @@ from collections.abc import Callable
 from nanscan._data.cause import Cause
 from nanscan._data.location import Location
 from nanscan._data.rules import ask
-from nanscan._data.text import name_of
+from nanscan._data.text import dtype_name, plural, share
 from nanscan._locate.causes.calls import (
     Call,
     absmax,
@@ -21,8 +21,6 @@ from nanscan._locate.causes.calls import (
     is_bad,
     limit,
     named,
-    plural,
-    share,
 )
 from nanscan._locate.causes.domain import (
     equal_singular_values,
@@ -152,7 +150,7 @@ def _no_overflow(location: Location) -> str:
         return ""
     return (
         f"overflow: unlikely because operands reach {largest:.6g}, {share(largest, most)} of "
-        f"{name_of(c.result.dtype)}'s largest {most:.6g}"
+        f"{dtype_name(c.result.dtype)}'s largest {most:.6g}"
     )
 
 

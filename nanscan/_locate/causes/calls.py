@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 
 from nanscan._data.location import Location, Op, Operand
 from nanscan._data.result import ScanResult, bad_counts
-from nanscan._data.text import name_of
+from nanscan._data.text import dtype_name, share
 
 _T = TypeVar("_T")
 
@@ -42,7 +42,7 @@ class Call:
     function: str
     tensors: dict[str, Operand] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    results: list[Operand] = field(default_factory=list)
+    results: tuple[Operand, ...] = ()
 
     def stats(self, name: str) -> ScanResult | None:
         """Of a tensor argument."""
@@ -128,7 +128,7 @@ def _is_of(operand: Operand, index: int) -> bool:
     return found is None or int(found[1]) == index
 
 
-def _plain(arguments: dict[str, _T]) -> dict[str, _T]:
+def _plain(arguments: Mapping[str, _T]) -> dict[str, _T]:
     return {_OTHER_NAMES.get(name, name): value for name, value in arguments.items()}
 
 
@@ -364,14 +364,14 @@ def reaches(c: Call) -> str:
     most = limit(dtype)
     parts = [
         f"{named(o)} reaches {absmax(o):.6g}, {share(absmax(o), most)} of the largest "
-        f"{name_of(dtype)}"
+        f"{dtype_name(dtype)}"
         for o in c.tensors.values()
         if absmax(o)
     ]
     parts += [f"{name} is {c.settings[name]:g}" for name in ("other", "exponent") if c.number(name)]
     products = summed_products(c) if c.function in PRODUCTS else None
     of = f", {products:,} products a value" if products else ""
-    parts.append(f"the result can get to {largest:.3g}{of}; {name_of(dtype)} ends at {most:.6g}")
+    parts.append(f"the result can get to {largest:.3g}{of}; {dtype_name(dtype)} ends at {most:.6g}")
     return "; ".join(parts)
 
 
@@ -383,16 +383,6 @@ def forward_call(location: Location) -> Call:
 def named(operand: Operand) -> str:
     """Its name, and what is known of it."""
     return f"{operand.name} ({operand.what})" if operand.what else operand.name
-
-
-def share(x: float, most: float) -> str:
-    """In percent."""
-    return f"{100 * x / most:.2g} %"
-
-
-def plural(count: int, noun: str) -> str:
-    """A count with its noun."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def bad_of(stats: ScanResult) -> str:

@@ -6,7 +6,7 @@ import math
 
 from nanscan._data.cause import Cause
 from nanscan._data.location import Location, Operand
-from nanscan._data.text import name_of
+from nanscan._data.text import dtype_name
 from nanscan._locate.causes.calls import Call, call, given_bad, made_counts, named, node_function
 from nanscan._locate.causes.domains import Domain, Outside, domain, domain_of_node, zeros
 from nanscan._locate.causes.shape import UNMASK
@@ -149,7 +149,7 @@ def integer_zero(location: Location) -> Cause | None:
         return None
     return Cause(
         "division by a count of 0",
-        f"{named(below)} is {name_of(below.dtype)}; the numerator is finite, up to "
+        f"{named(below)} is {dtype_name(below.dtype)}; the numerator is finite, up to "
         f"{c.absmax('self') or 0.0:.6g}; {made_counts(c)}",
         "total / count.clamp(min=1)",
     )

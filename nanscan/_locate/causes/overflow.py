@@ -9,7 +9,7 @@ import torch
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import smallest
 from nanscan._data.location import Location, Operand
-from nanscan._data.text import name_of
+from nanscan._data.text import dtype_name
 from nanscan._locate.causes.calls import (
     absmax,
     call,
@@ -38,7 +38,7 @@ def denominator_zero(location: Location) -> Cause | None:
         return None
     if not (held := zeros(below)):
         return None
-    dtype = name_of(below.dtype)
+    dtype = dtype_name(below.dtype)
     return Cause(
         f"the optimizer's eps is 0 in {dtype}: the update divides by sqrt(0) + 0",
         f"its denominator holds {held}; the smallest {dtype} is {smallest(below.dtype):.1e}",
@@ -78,9 +78,9 @@ def second_moment_overflow(location: Location) -> Cause | None:
     if added + (c.absmax("self") or 0.0 if c.function == "addcmul" else 0.0) < most:
         return None
     return Cause(
-        f"the optimizer's second moment overflows {name_of(moment.dtype)}: gradients are squared",
+        f"the optimizer's second moment overflows {dtype_name(moment.dtype)}: gradients are squared",
         f"{named(grad)} reaches {largest:.6g}; {largest:.6g}^2 * {share or 1.0:g} = {added:.3g}, "
-        f"and {name_of(moment.dtype)} ends at {most:.6g}",
+        f"and {dtype_name(moment.dtype)} ends at {most:.6g}",
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before the step; float32 "
         "parameters under torch.autocast",
     )
@@ -93,7 +93,7 @@ def update_overflow(location: Location) -> Cause | None:
         return None
     factor = next((n for s in ("alpha", "value", "lr") if (n := c.number(s)) is not None), None)
     return Cause(
-        f"the optimizer's update overflows {name_of(made_by(c).dtype)}",
+        f"the optimizer's update overflows {dtype_name(made_by(c).dtype)}",
         f"{reaches(c)}" + (f"; the step is multiplied by {factor:g}" if factor else ""),
         "a lower learning rate; torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before the "
         "step",
@@ -115,7 +115,7 @@ def exponential(location: Location) -> Cause | None:
     if largest <= ends:
         return None
     written = f"{c.number('self'):g} ** {{}}" if c.function == "pow" else f"{c.function}({{}})"
-    dtype = name_of(made_by(c).dtype)
+    dtype = dtype_name(made_by(c).dtype)
     return Cause(
         f"{written.format(f'{largest:.6g}')} overflows {dtype}",
         f"{named(given)} reaches {largest:.6g}; {dtype} ends at {written.format(f'{ends:.2f}')}",
@@ -132,9 +132,9 @@ def cast(location: Location) -> Cause | None:
         return None
     largest, most = given.stats.absmax or 0.0, limit(made_by(c).dtype)
     return Cause(
-        f"conversion to {name_of(made_by(c).dtype)} overflows",
-        f"{named(given)} is {name_of(given.dtype)} and reaches {largest:.6g}, {largest / most:.3g} "
-        f"times the largest {name_of(made_by(c).dtype)}, {most:.6g}",
+        f"conversion to {dtype_name(made_by(c).dtype)} overflows",
+        f"{named(given)} is {dtype_name(given.dtype)} and reaches {largest:.6g}, {largest / most:.3g} "
+        f"times the largest {dtype_name(made_by(c).dtype)}, {most:.6g}",
         _wider(made_by(c).dtype),
     )
 
@@ -179,7 +179,7 @@ def small_divisor(location: Location) -> Cause | None:
     if c.function != "div" or least is None or least >= 1 or not overflows(c):
         return None
     return Cause(
-        f"division by values close to 0 overflows {name_of(made_by(c).dtype)}",
+        f"division by values close to 0 overflows {dtype_name(made_by(c).dtype)}",
         f"the numerator reaches {c.absmax('self') or 0.0:.6g}, the denominator goes down to "
         f"{least:.3g}; {made_counts(c)}",
         "x / y.clamp(min=eps) where y >= 0, with an eps that the quotient survives",
@@ -193,7 +193,7 @@ def overflow(location: Location) -> Cause | None:
         return None
     dtype = made_by(c).dtype
     return Cause(
-        f"{c.function} overflows {name_of(dtype)}" + _in_backward(location),
+        f"{c.function} overflows {dtype_name(dtype)}" + _in_backward(location),
         f"{reaches(c)}; {made_counts(c)}",
         _wider(dtype),
     )

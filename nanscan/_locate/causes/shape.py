@@ -8,7 +8,8 @@ import torch
 
 from nanscan._data.cause import Cause
 from nanscan._data.location import Location, Operand
-from nanscan._locate.causes.calls import Call, call, forward_call, given_bad, named, numel, plural
+from nanscan._data.text import plural
+from nanscan._locate.causes.calls import Call, call, forward_call, given_bad, named, numel
 from nanscan._locate.causes.domains import zeros
 
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
