@@ -17,6 +17,7 @@ class Kind(str, Enum):
         is_scaled: a GradScaler multiplies it: the loss and all gradients.
         is_trained: it changes with each optimizer step, so it shows whether training diverges.
         may_be_mask: -Inf alone in it is most likely a mask.
+        comes_late: it may come up after the forward of the outermost module.
     """
 
     phrase: str
@@ -26,18 +27,19 @@ class Kind(str, Enum):
     is_scaled: bool
     is_trained: bool
     may_be_mask: bool
+    comes_late: bool
 
     INPUT = "input", "input", "default forward trained mask"
     OUTPUT = "output", "output", "default forward trained"
-    GRAD_OUTPUT = "grad_output", "gradient of the output", "gradient scaled trained"
-    GRAD = "grad", "gradient", "default gradient scaled trained"
+    GRAD_OUTPUT = "grad_output", "gradient of the output", "gradient scaled trained late"
+    GRAD = "grad", "gradient", "default gradient scaled trained late"
     PARAM = "param", "parameter", "default trained"
     BUFFER = "buffer", "buffer", "default mask"
     STATE = "state", "optimizer state", ""
-    LOSS = "loss", "loss", "default forward scaled trained"
-    PROBE = "probe", "probe", "default forward trained"
+    LOSS = "loss", "loss", "default forward scaled trained late"
+    PROBE = "probe", "probe", "default forward trained late"
 
-    def __new__(cls, text: str, phrase: str = "", traits: str = "") -> Kind:
+    def __new__(cls, text: str, phrase: str = "", traits: str = "") -> Kind:  # noqa: PYI034
         """A member, from its text, its phrase and the names of the traits that it has."""
         kind = str.__new__(cls, text)
         kind._value_ = text
@@ -46,6 +48,7 @@ class Kind(str, Enum):
         kind.is_default, kind.is_forward = "default" in has, "forward" in has
         kind.is_gradient, kind.is_scaled = "gradient" in has, "scaled" in has
         kind.is_trained, kind.may_be_mask = "trained" in has, "mask" in has
+        kind.comes_late = "late" in has
         return kind
 
     @classmethod

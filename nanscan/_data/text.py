@@ -31,3 +31,8 @@ def share(x: float, most: float) -> str:
 def plural(count: int, noun: str) -> str:
     """A count with its noun."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def type_name(x: object) -> str:
+    """Module and name of an object's type; of built-in types the name."""
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")

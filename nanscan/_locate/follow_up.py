@@ -20,7 +20,7 @@ _ONE_IN = 50
 _logger = logging.getLogger("nanscan")
 
 
-class Drill:
+class FollowUp:
     """Searches the steps after a finding.
 
     Args:
@@ -28,7 +28,7 @@ class Drill:
         on_located: called with the finding once its `location` is known.
     """
 
-    def __init__(self, registry: Registry, on_located: Callable[[Finding], None]) -> None:
+    def __init__(self, registry: Registry, on_located: Callable[[Finding, Location], None]) -> None:
         self._registry = registry
         self._on_located = on_located
         self._finding: Finding | None = None
@@ -43,7 +43,7 @@ class Drill:
         if self._finding is None and self._searched < _ALL_STEPS + finding.step // _ONE_IN:
             self._finding, self._left = finding, _STEPS
 
-    def step_ended(self, step: int) -> None:
+    def on_step_end(self, step: int, *, before_forward: bool) -> None:
         """Between two steps: begins a search that is wanted, ends one that is over.
 
         Args:
@@ -67,20 +67,12 @@ class Drill:
             self.stop()
             self._finding = finding  # for a search in this thread
 
-    def call_starts(self, step: int, before: Callable[[], None]) -> None:
-        """An outermost module is called; in inference mode a search runs in such calls only.
-
-        Args:
-            step: number of the one that has begun.
-            before: what may end a step first.
-        """
+    def on_before_forward(self, step: int) -> None:
         clear_away()
-        search = self._search
-        before()
         if self._search is None and self._is_late:
             self._begin(step)
         if self._search is not None and self._thread is threading.current_thread():
-            self._search.resume(is_new=self._search is not search)
+            self._search.resume(is_new=False)
 
     def _begin(self, step: int) -> None:
         if self._finding is not None:
@@ -105,5 +97,4 @@ class Drill:
 
     def _located(self, location: Location) -> None:
         if self._finding is not None:
-            self._finding.location = location
-            self._on_located(self._finding)
+            self._on_located(self._finding, location)
