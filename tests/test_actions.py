@@ -39,7 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nanscan
-from nanscan import NonFiniteError, Site, _skip
+from nanscan import NonFiniteError, Site
+from nanscan._collect import skip_step
 from nanscan._collect.snapshot import Snapshot
 from nanscan._collect.table import Table
 from nanscan._output import save
@@ -362,7 +363,7 @@ def test_what_a_scaler_saw_bad_in_the_same_step_counts_as_well():
 
 def test_clean_steps_are_not_scanned_twice(monkeypatch):
     """With a mask that goes in at each step, which takes a ticket as well."""
-    monkeypatch.setattr(_skip, "_any_nonfinite", lambda tensors: pytest.fail("a second scan"))
+    monkeypatch.setattr(skip_step, "_any_nonfinite", lambda tensors: pytest.fail("a second scan"))
     model = Do(lambda x, mask: x.sum() + mask.exp().sum())
     model.fc = nn.Linear(4, 4)
     model.function = lambda x, mask: (model.fc(x) + mask).softmax(-1)[:, :2].sum()
@@ -562,7 +563,7 @@ def test_no_gradients_no_skip_step():
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """Lets CPU tensors be taken for such that the host knows nothing of without waiting."""
-    monkeypatch.setattr(_skip, "_is_on_host", lambda x: False)
+    monkeypatch.setattr(skip_step, "_is_on_host", lambda x: False)
     monkeypatch.setattr(Table, "on_device", True)
 
 
