@@ -2,13 +2,13 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from helpers.paths import ROOT
+
 sys.path.insert(0, str(ROOT / "examples"))
-import make_page  # noqa: E402 - from the folder of examples
+import make_page
 
 ESSENCE = {
     "residual_overflow": [

@@ -6,14 +6,14 @@ The addition is no module: it is named by the two convolutions that it lies betw
 import numpy as np
 import pytest
 import torch
-from located import marked
-from models import no_trace
 from sklearn.datasets import load_sample_images
 from sklearn.feature_extraction.image import extract_patches_2d
 from torch import nn
 from torch.nn import functional as F
 
 import nanscan
+from helpers.located import marked
+from helpers.models import no_trace
 from nanscan import Site
 
 

@@ -6,12 +6,12 @@ The first batch is fine and so are its gradients; the first optimizer step makes
 import numpy as np
 import pytest
 import torch
-from models import no_trace, train, verdicts
 from sklearn.datasets import load_sample_images
 from sklearn.feature_extraction.image import extract_patches_2d
 from torch import nn
 
 import nanscan
+from helpers.models import no_trace, train, verdicts
 
 
 @pytest.fixture(scope="module")

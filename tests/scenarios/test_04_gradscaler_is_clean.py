@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import no_trace, train
 from sklearn.datasets import load_sample_images
 from sklearn.feature_extraction.image import extract_patches_2d
 from torch import nn
 
 import nanscan
+from helpers.models import no_trace, train
 
 
 @pytest.fixture(scope="module")

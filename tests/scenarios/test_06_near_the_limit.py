@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from models import infer, no_trace
 from torch import nn
 
 import nanscan
+from helpers.models import infer, no_trace
 
 LAYERS, TOP = 8, 62_700.0
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from located import marked
-from models import no_trace, train
 from torch import nn
 
 import nanscan
+from helpers.located import marked
+from helpers.models import no_trace, train
 
 
 class Root(nn.Module):

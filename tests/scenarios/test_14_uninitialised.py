@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import batch, infer, no_trace, train
 from torch import nn
 
 import nanscan
+from helpers.models import batch, infer, no_trace, train
 
 
 @pytest.fixture

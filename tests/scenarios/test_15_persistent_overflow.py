@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import no_trace
 from torch import nn
 from torch.nn import functional as F
 
 import nanscan
+from helpers.models import no_trace
 from nanscan import Site
 
 QUIET = 60  # steps in which nothing is learnt, and the scale doubles

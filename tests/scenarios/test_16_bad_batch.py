@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import no_trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanscan
+from helpers.models import no_trace
 
 BAD_STEP = 37
 

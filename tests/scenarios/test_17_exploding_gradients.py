@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import no_trace
 from torch import nn
 
 import nanscan
+from helpers.models import no_trace
 from nanscan import Site
 
 GROWTH = 1.4  # of the error, each step

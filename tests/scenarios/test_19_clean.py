@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import no_trace, train
 from torch import nn
 
 import nanscan
+from helpers.models import no_trace, train
 
 
 class Decoder(nn.Module):
