@@ -165,7 +165,7 @@ def test_containers_are_as_they_were_when_the_call_began(scope, tmp_path):
     assert type(saved.args[1][1]) is OrderedDict
     expected = {"n": 3, "name": "x", "t": batch(2), 5: (True, None, 1.5, b"x", torch.float16)}
     assert bits(saved.kwargs) == bits({"options": expected, "pair": (batch(4), 2)})
-    assert saved.notes == {"kwargs['pair']": "a test_actions.Pair, kept as a tuple"}
+    assert saved.notes == {"kwargs['pair']": "a test_save.Pair, kept as a tuple"}
 
 
 def test_what_cannot_be_loaded_is_left_out_and_listed(tmp_path):
@@ -192,7 +192,7 @@ def test_what_cannot_be_loaded_is_left_out_and_listed(tmp_path):
     assert saved.args[1] == [1, None, None]
     assert saved.args[2:4] == (None, None)
     assert saved.kwargs == {"key": None}
-    here = "test_actions.test_what_cannot_be_loaded_is_left_out_and_listed.<locals>"
+    here = "test_save.test_what_cannot_be_loaded_is_left_out_and_listed.<locals>"
     assert saved.notes.pop("args[4]" + "[0]" * 15) == "a list: left out"
     assert saved.notes == {
         "args[1][1]": f"a {here}.Own: left out",
