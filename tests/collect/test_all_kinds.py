@@ -11,6 +11,7 @@ from helpers.models import (
     INF,
     NAN,
     SCOPES,
+    Mixed,
     Net,
     batch,
     calls,
@@ -37,17 +38,11 @@ ALL_OR_ONE = pytest.mark.parametrize(
 # -- each alone, and all together ------------------------------------------------------------------
 
 
-class Everything(nn.Module):
+class Everything(Mixed):
     """Has all that is observed, and changes hooked outputs in place."""
 
     def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 3, 3, padding=1)
-        self.norm = nn.BatchNorm2d(3)
-        self.act = nn.ReLU(inplace=True)
-        self.drop = nn.Dropout(0.3)
-        self.lstm = nn.LSTM(12, 4, batch_first=True)
-        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        super().__init__(width=4, heads=2)
         self.head = nn.Linear(4, 2)
         self.register_buffer(
             "mask", torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -INF)

@@ -21,9 +21,6 @@ from helpers.models import (
     train,
 )
 
-ALL_KINDS = ("input", "output", "grad", "param", "state")
-
-
 # -- arguments and outputs of any shape ------------------------------------------------------------
 
 

@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import nanscan
 from helpers.models import (
+    COMMON_KINDS,
     NAN,
     SCOPES,
     Do,
     Gap,
+    Mixed,
     Net,
     batch,
     calls,
@@ -31,33 +33,14 @@ from helpers.models import (
 from nanscan._collect.table import Table
 from nanscan._data.places import ModulePlace, Node
 
-ALL_KINDS = ("input", "output", "grad", "param", "state")
-
-
 # -- results ---------------------------------------------------------------------------------------
-
-
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 3, 3, padding=1)
-        self.norm = nn.BatchNorm2d(3)
-        self.act = nn.ReLU(inplace=True)
-        self.drop = nn.Dropout(0.3)
-        self.lstm = nn.LSTM(12, 5, batch_first=True)
-        self.attend = nn.MultiheadAttention(5, 1, batch_first=True)
-
-    def forward(self, x):
-        x = self.drop(self.act(self.norm(self.conv(x))))
-        x, _ = self.lstm(x.flatten(2))
-        return self.attend(x, x, x, need_weights=False)[0]
 
 
 def _run(watched, scope="model"):
     torch.manual_seed(0)
     model = Mixed()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    monitor = enable(scope, model, kinds=ALL_KINDS) if watched else None
+    monitor = enable(scope, model, kinds=COMMON_KINDS) if watched else None
     losses = train(model, optimizer, [torch.randn(2, 1, 3, 4) for _ in range(4)])
     if monitor:
         assert len(calls(monitor)) > 20
@@ -178,7 +161,7 @@ def test_tensors_die_when_the_user_lets_go(scope):
 def test_model_and_optimizer_die_when_the_user_lets_go(scope):
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    enable(scope, model, kinds=ALL_KINDS)
+    enable(scope, model, kinds=COMMON_KINDS)
     train(model, optimizer, [batch()])
     references = [weakref.ref(model), weakref.ref(model.fc1.weight), weakref.ref(optimizer)]
     del model, optimizer

@@ -8,6 +8,7 @@ from torch import nn
 
 import nanscan
 from helpers.models import (
+    COMMON_KINDS,
     NAN,
     SCOPES,
     Net,
@@ -18,9 +19,6 @@ from helpers.models import (
     verdicts,
 )
 
-ALL_KINDS = ("input", "output", "grad", "param", "state")
-
-
 # -- optimizers ------------------------------------------------------------------------------------
 
 
@@ -28,7 +26,7 @@ ALL_KINDS = ("input", "output", "grad", "param", "state")
 def test_gradients_before_and_parameters_after_the_step(scope):
     model = nn.Linear(2, 1, bias=False)
     nn.init.constant_(model.weight, 3.0)
-    monitor = enable(scope, model, kinds=ALL_KINDS)
+    monitor = enable(scope, model, kinds=COMMON_KINDS)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     train(model, optimizer, [torch.tensor([[1.0, 2.0]])] * 2, lambda out: out.sum())
     grad = monitor.history(nanscan.Site("weight", "grad"))

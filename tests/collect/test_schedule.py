@@ -8,6 +8,8 @@ from torch import nn
 
 import nanscan
 from helpers.models import (
+    NAN,
+    SCOPES,
     Net,
     batch,
     calls,
@@ -24,8 +26,6 @@ from nanscan._collect.schedule import (
     gradient_dispatch_seconds,
 )
 from nanscan._data.site import KINDS
-
-NAN = math.nan
 
 
 def names(monitor):
@@ -295,7 +295,7 @@ def test_more_can_be_asked_for():
 # -- filters ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_include_and_exclude(scope):
     def model():
         return nn.ModuleDict({"enc": Net(), "dec": Net()})

@@ -10,10 +10,9 @@ import torch
 import nanscan
 from helpers import cases
 from helpers.cases import take_snapshot
+from helpers.models import INF, NAN
 from nanscan import _C
 from nanscan._data.row import ROW
-
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from helpers.fake_cuda import (
     ASK,
     CAPTURING,
     MODE,
-    NAN,
     POP,
     PUSH,
     ROWS_A_CHUNK,
@@ -30,6 +29,7 @@ from helpers.fake_cuda import (
     take,
     with_nan,
 )
+from helpers.models import NAN
 from helpers.paths import TESTS
 from nanscan import _C
 
@@ -371,7 +371,7 @@ class Compiler:  # of nothing: the recording driver takes any image
     version = 13, 0
     architecture = staticmethod(lambda capability: "sm_{}{}".format(*capability))
     compile = staticmethod(lambda architecture: print("compiled for", architecture) or b"an image")
-loader.Nvrtc, loader.FATBIN = Compiler, here.ROOT / "none"
+loader.Nvrtc, loader.FATBIN = Compiler, here.TESTS / "none"
 """
 
 

@@ -12,7 +12,6 @@ import nanscan
 from helpers import fake_cuda
 from helpers.fake_cuda import (
     LAUNCH,
-    NAN,
     ROWS_A_CHUNK,
     launches,
     record,
@@ -20,6 +19,7 @@ from helpers.fake_cuda import (
     take,
     with_nan,
 )
+from helpers.models import NAN
 from nanscan import _C
 
 if not fake_cuda.wanted():

@@ -17,13 +17,13 @@ from helpers import fake_cuda
 from helpers.fake_cuda import (
     CAPTURING,
     LAUNCH,
-    NAN,
     names,
     record,
     run_in_thread,
     take,
     with_nan,
 )
+from helpers.models import NAN
 from nanscan import _C
 
 if not fake_cuda.wanted():

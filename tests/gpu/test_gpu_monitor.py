@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import nanscan
-from helpers.gpu import ALL_KINDS, DEVICE, cuda, faults, normal, training_step
+from helpers.gpu import DEVICE, cuda, faults, normal, training_step
 from helpers.models import (
+    COMMON_KINDS,
     INF,
     NAN,
     SCOPES,
@@ -144,7 +145,7 @@ def _transformer_training(*, watched, scope="model"):
     model = nn.Sequential(Block(), Block(), nn.LayerNorm(64)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     data = [(normal(4, 32, 64), normal(4, 32, 64)) for _ in range(4)]
-    monitor = enable(scope, model, kinds=ALL_KINDS) if watched else None
+    monitor = enable(scope, model, kinds=COMMON_KINDS) if watched else None
     losses = []
     for x, target in data:
         optimizer.zero_grad()

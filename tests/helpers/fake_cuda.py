@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from helpers.models import NAN
 from helpers.paths import ROOT, TESTS
 from nanscan import _C
 from nanscan._data.row import ROW
@@ -411,7 +412,6 @@ def load() -> FakeCuda:
 ASK, PUSH, POP = "CtxGetCurrent", "CtxPushCurrent", "CtxPopCurrent"
 LAUNCH, CAPTURING, MODE = "LaunchKernel", "StreamIsCapturing", "ThreadExchangeStreamCaptureMode"
 ROWS_A_CHUNK = 16384  # of a table on a device
-NAN = float("nan")
 
 
 class Rows(NamedTuple):

@@ -13,7 +13,6 @@ from nanscan._data.row import ROW
 
 DRY = os.environ.get("GPU_DRY") == "1"
 DEVICE = "cpu" if DRY else "cuda"
-ALL_KINDS = ("input", "output", "grad", "param", "state")
 BUSY = 0.4  # seconds for which a stream is kept busy
 FREE = 8 << 30  # bytes that the largest tensors need
 

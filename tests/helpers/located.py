@@ -10,9 +10,6 @@ import torch
 
 import nanscan
 
-NAN = float("nan")
-INF = float("inf")
-
 
 def garbage(x: torch.Tensor) -> torch.Tensor:
     """Makes NaN of uninitialised memory, as memory may be, without torch's knowing."""

@@ -87,6 +87,24 @@ class Do(nn.Module):
         return self.function(*args, **kwargs)
 
 
+class Mixed(nn.Module):
+    """A module of each sort: in place, random, with statistics, with a tuple as its output."""
+
+    def __init__(self, width: int = 5, heads: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.3)
+        self.lstm = nn.LSTM(12, width, batch_first=True)
+        self.attend = nn.MultiheadAttention(width, heads, batch_first=True)
+
+    def forward(self, x):
+        x = self.drop(self.act(self.norm(self.conv(x))))
+        x, _ = self.lstm(x.flatten(2))
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
 class Beside(nn.Module):
     """Runs one model; another is a part of it that only the user calls."""
 
@@ -99,6 +117,8 @@ class Beside(nn.Module):
         return self.main(x)
 
 
+# The default kinds, and the state of optimizers.
+COMMON_KINDS = ("input", "output", "grad", "param", "state")
 # Watching one model registers hooks on its modules; watching all uses torch's global ones.
 SCOPES = pytest.mark.parametrize("scope", ["model", "global"])
 

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanscan
+from helpers.models import INF
 from nanscan._data.location import Location, Op, Operand
 from nanscan._locate.causes import causes, refuted
-
-INF = float("inf")
 
 
 def half(*values):

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import nanscan
-from helpers.located import INF, NAN, Faults, garbage, marked, where
+from helpers.located import Faults, garbage, marked, where
+from helpers.models import INF, NAN
 
 faults = Faults()
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import nanscan
-from helpers.located import INF, marked, where
+from helpers.located import marked, where
+from helpers.models import INF
 
 # -- where: modules, and what the report says ------------------------------------------------------
 

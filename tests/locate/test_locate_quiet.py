@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import nanscan
-from helpers.located import INF, NAN, garbage
+from helpers.located import garbage
+from helpers.models import INF, NAN
 from helpers.paths import TESTS
 
 QUIET = []

@@ -12,9 +12,8 @@ from torch._subclasses import FakeTensorMode
 
 import nanscan
 from helpers import cases
+from helpers.models import INF, NAN
 from nanscan import NonFiniteError
-
-NAN, INF = math.nan, math.inf
 
 
 @pytest.fixture
