@@ -1,11 +1,12 @@
 """Scenario 5: a float16 feed-forward layer outgrows 65504; LayerNorm makes NaN of its Inf."""
 
+import pytest
 import torch
 from torch import nn
 
 import nanscan
 from helpers.located import marked
-from helpers.models import SCOPES, infer, no_trace
+from helpers.models import infer, no_trace
 
 
 class Block(nn.Module):
@@ -33,7 +34,7 @@ def _model_and_steps():
     return model, [(x * (scale / top)).half() for scale in (1e3, 1e4, 4e4, 5e4, 3e5)]
 
 
-@SCOPES
+@pytest.mark.parametrize("scope", ["model", "global"])
 def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
     model, steps = _model_and_steps()
     with no_trace(), nanscan.watch(model if scope == "model" else None, action="log") as monitor:

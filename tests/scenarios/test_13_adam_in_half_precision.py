@@ -6,8 +6,10 @@ from torch import nn
 
 import nanscan
 from helpers.located import marked
-from helpers.models import SCOPES, no_trace, train
+from helpers.models import no_trace, train
 from nanscan._data.site import DEFAULT_KINDS
+
+SCOPES = pytest.mark.parametrize("scope", ["model", "global"])
 
 
 def _train(scope, kind=torch.optim.Adam, dtype=torch.float16, **options):
