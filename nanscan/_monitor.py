@@ -31,12 +31,13 @@ from nanscan._collect.table import Table
 from nanscan._data.errors import NonFiniteError, NonFiniteWarning
 from nanscan._data.finding import FAULTS, Finding
 from nanscan._data.frames import is_library
+from nanscan._data.location import Location
 from nanscan._data.places import ModulePlace, ParameterPlace, Place
 from nanscan._data.site import DEFAULT_KINDS, Kind, Site
 from nanscan._judge.causes import causes, unlikely
 from nanscan._judge.facts import Facts
 from nanscan._judge.judge import Judge, Judged
-from nanscan._locate.follow_up import Drill
+from nanscan._locate.follow_up import FollowUp
 from nanscan._options import Filter, Ignore, ignores, wants
 from nanscan._output.save import Call, Saver
 
@@ -95,7 +96,7 @@ class Monitor:
             skipper=Skipper(ignores) if skip_step else None,
         )
         self._saver = None if save is None else Saver(save, self._registry)
-        self._drill = Drill(self._registry, self._located) if locate else None
+        self._follow_up = FollowUp(self._registry, self._located) if locate else None
         self._holds = False  # acts on nothing for now
         self._held: list[Finding] = []  # to act on when the step ends
         self._schedule = schedule
@@ -265,8 +266,8 @@ class Monitor:
             _active.remove(self)
 
     def _stop_search(self) -> None:
-        if self._drill is not None:
-            self._drill.stop()
+        if self._follow_up is not None:
+            self._follow_up.stop()
 
     def last_words(self) -> None:
         """Judges what is left and never raises on its account: a crash is often the NaN's doing."""
@@ -305,7 +306,7 @@ class Monitor:
 
     def _call_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._saver is not None:
-            self._call_starts()
+            self._call_starts(before_forward=True)
             with self._lock:
                 if self._saver.knows(module) and self._may_be_bad():
                     self._look_ahead()
@@ -371,17 +372,18 @@ class Monitor:
             if self._has_bad_rows():
                 self._look()
 
-    def _call_starts(self) -> None:
+    def _call_starts(self, *, before_forward: bool = False) -> None:
         """Before a forward, or when all is asked for: other code has made its update by now."""
         if self._is_update_due:
             self._is_update_due = False
             self._hooks.scan_parameters()
             if not self._manual:
-                self._end_step(None)
+                self._end_step(None, before_forward=before_forward)
 
     def _forward_starts(self) -> None:
-        if self._drill is not None:
-            self._drill.call_starts(self._step, self._call_starts)
+        self._call_starts(before_forward=True)
+        if self._follow_up is not None:
+            self._follow_up.on_before_forward(self._step)
 
     def _may_be_bad(self) -> bool:
         """Whether a row went bad since the last judgement, as far as the host can know."""
@@ -391,7 +393,13 @@ class Monitor:
         """Whether a row on the host did."""
         return self._table.last_ticket != self._judged_ticket
 
-    def _end_step(self, optimizer: Optimizer | None, outcome: Outcome | None = None) -> None:
+    def _end_step(
+        self,
+        optimizer: Optimizer | None,
+        outcome: Outcome | None = None,
+        *,
+        before_forward: bool = False,
+    ) -> None:
         with self._lock:
             if self._table.has_news:
                 snapshot = self._table.take(self._step, keep=True)
@@ -411,8 +419,8 @@ class Monitor:
             self._next_turn()
             self._ended.clear()
             self._judge_arrived(optimizer)
-            if self._drill is not None:
-                self._drill.step_ended(self._step)
+            if self._follow_up is not None:
+                self._follow_up.on_step_end(self._step, before_forward=before_forward)
 
     def _next_turn(self) -> None:
         now = time.perf_counter()
@@ -488,8 +496,8 @@ class Monitor:
         faults = [finding for finding in new if finding.verdict in FAULTS]
         if faults:
             self.scan_fully()
-            if self._drill is not None:
-                self._drill.want(faults[0])
+            if self._follow_up is not None:
+                self._follow_up.want(faults[0])
         self._findings.extend(new)
         self._found += len(new)
         self._act(new, snapshot.calls)
@@ -515,10 +523,10 @@ class Monitor:
         while self._held and not self._holds:
             self._act_on(self._held.pop(0))
 
-    def _located(self, finding: Finding) -> None:
+    def _located(self, finding: Finding, location: Location) -> None:
         """A later step showed the op. Or that nothing can be seen there any more."""
-        location = finding.location
-        if location is not None and location.verdict == "propagated":
+        finding.location = location
+        if location.verdict == "propagated":
             saved = self._saver.latest if self._saver is not None else None
             path = saved or f"bad/step-{finding.step}-rank-{finding.rank}"
             finding.replay = (
