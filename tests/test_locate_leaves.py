@@ -181,14 +181,14 @@ def _held(steps):
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("nanscan._locate._MAX_FORWARD", 100)
+    monkeypatch.setattr("nanscan._locate.search._MAX_FORWARD", 100)
     _held(9)
     few, many = _held(60), _held(300)
     assert many < few + 60_000  # one list kept of each op would be 500,000
 
 
 def test_without_an_optimizer_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("nanscan._locate._MAX_EVENTS", 100)
+    monkeypatch.setattr("nanscan._locate.search._MAX_EVENTS", 100)
     x = torch.randn(8)
     with nanscan.locating() as search:
         for _ in range(500):
