@@ -166,11 +166,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if old.is_unread and value.versions[0] in old.versions:
                 value.maker = old.maker
             elif value.versions[0] < 0:  # an inference tensor: most likely nothing wrote it
-                value.maker, value.bad_view, value.base = (
-                    old.maker,
-                    old.bad_view or old,
-                    old.base or old,
-                )
+                value.maker, value.base = old.maker, old.base or old
+                value.bad_view = old.bad_view or old
             else:
                 old.is_consumed = True  # it is overwritten: nothing of it is left
                 value.is_rewritten = True
@@ -260,11 +257,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_whole = shape_of(x).numel() == base.shape.numel()
             row = base.row if is_whole or base.is_unread else scan_of(x)
             value = Value(x, base.maker, row, event.number)
-            value.allocated_by, value.taint, value.is_rewritten = (
-                base.allocated_by,
-                base.taint,
-                base.is_rewritten,
-            )
+            value.allocated_by, value.taint = base.allocated_by, base.taint
+            value.is_rewritten = base.is_rewritten
             value.base = base.base or base
             value.has_own_version = base.has_own_version or info.name == _DETACH
             value.versions += base.versions  # torch makes them share a version count after the op

@@ -76,7 +76,11 @@ class OpCall:
 
     @property
     def made(self) -> Operand:
-        """The same, of a call that has a result."""
+        """`result`, of a call that has one.
+
+        Raises:
+            AssertionError: the call has no result.
+        """
         if self.result is None:
             raise AssertionError("nanscan: internal: an op without results was judged")
         return self.result

@@ -143,7 +143,7 @@ def domain_of(call: OpCall) -> Domain | None:
 
 
 def domain_of_node(node: str) -> Domain | None:
-    """The domain of the function whose backward an autograd node is; None likewise."""
+    """The domain of the function whose backward an autograd node is, or None."""
     return _DOMAINS.get(node_function(node))
 
 
