@@ -8,10 +8,12 @@ from nanscan._data.finding import Finding, Located
 from nanscan._data.location import Location, Op, Operand
 from nanscan._data.result import ScanResult
 from nanscan._data.site import Kind, Site
-from nanscan._locate.search import Locating, locate, locating, replay
+from nanscan._locate.api import locate, locating
+from nanscan._locate.search import Locating
 from nanscan._monitor import Monitor
 from nanscan._output.save import Saved, load_saved
 from nanscan._output.sinks import Sink
+from nanscan._replay import replay
 from nanscan._scan.check import assert_finite, check, check_many
 from nanscan._version import __version__
 

@@ -104,8 +104,8 @@ def enable(  # noqa: PLR0913 - options by name
     Synchronization: none, in hooks either, with these exceptions. Under `skip_step`, gradients on
         the CPU need none, and on CUDA devices a fused Adam, AdamW, Adagrad or SGD none from the
         second step on: it gets `found_inf`, computed on the device. All others wait once a step
-        for their gradients. Writing a step under `save_dir` waits for what it writes, and a step that
-        is searched under `locate` for its scans, when it ends.
+        for their gradients. Writing a step under `save_dir` waits for what it writes, and a step
+        that is searched under `locate` for its scans, when it ends.
     """
     options = Options(
         kinds=kinds,

@@ -113,8 +113,9 @@ def sinks_of(action: Action | Iterable[Action]) -> list[Sink]:
     Raises:
         ValueError: it is something else.
     """
-    one = isinstance(action, (str, Sink)) or callable(action) or not isinstance(action, Iterable)
-    found = [_sink_of(item) for item in ((action,) if one else action)]
+    if isinstance(action, (str, Sink)) or callable(action) or not isinstance(action, Iterable):
+        return [_sink_of(action)]
+    found = [_sink_of(item) for item in action]
     return sorted(found, key=lambda sink: isinstance(sink, Raise))
 
 

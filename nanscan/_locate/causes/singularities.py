@@ -1,4 +1,4 @@
-"""Where functions are defined, and their derivatives: a table of singular points."""
+"""A table of functions: where each is not defined, and where its derivative is not finite."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from nanscan._data.location import Operand
 from nanscan._data.result import ScanResult
-from nanscan._locate.causes.calls import Call, node_function
+from nanscan._locate.causes.op_call import OpCall, node_function
 
 
 @dataclass
 class Outside:
-    """What of an argument is outside of a function's domain; false if nothing is.
+    """What part of an argument is outside of a function's domain. False where nothing is.
 
     Attributes:
         kinds: "zero", "negative values", ...
@@ -23,7 +23,7 @@ class Outside:
     held: list[str] = field(default_factory=list)
 
     def add(self, kind: str, held: str) -> None:
-        """One more."""
+        """Adds one kind of value."""
         self.kinds.append(kind)
         self.held.append(held)
 
@@ -36,16 +36,16 @@ class Outside:
 
 @dataclass(frozen=True)
 class Domain:
-    """Where a function of one argument is finite, and its derivative is.
+    """Where a function of one argument, and its derivative, is finite.
 
     Attributes:
         what: the function in words, up to what it is of: "log of", "division by".
         remedy: what to write instead.
-        argument: the name of the argument.
+        argument: the name of the argument in the schema.
         low: the smallest value for which it is defined.
         high: the largest.
-        pole: a value between them for which it is not.
-        at_ends: it is finite at `low` and `high`; its derivative is not.
+        pole: a value between them for which it is not defined.
+        at_ends: at `low` and `high` the function is finite, and its derivative is not.
     """
 
     what: str
@@ -57,7 +57,12 @@ class Domain:
     at_ends: bool = False
 
     def outside(self, operand: Operand | float | None, *, backward: bool = False) -> Outside:
-        """What of an argument, or in backward of its argument, is outside of it."""
+        """What part of an argument is outside of the domain.
+
+        Args:
+            operand: the argument: a tensor or a number.
+            backward: of the domain of the derivative.
+        """
         if operand is None:
             return Outside()
         if isinstance(operand, (int, float)):
@@ -87,13 +92,13 @@ class Domain:
 
 
 def zeros(operand: Operand) -> str:
-    """Says "3 exact zeros of 12"; "" if it holds none, or it is not known."""
+    """Zeros in a tensor: "3 exact zeros of 12"; "" where there are none, or it is not known."""
     stats = operand.stats
     return "" if stats is None or stats.min is None else _holds(operand, stats, 0.0)
 
 
 def _holds(operand: Operand, stats: ScanResult, point: float) -> str:
-    """Whether a tensor holds a value, as far as its numbers say."""
+    """Says that a tensor holds a value, as far as its scan shows that; else ""."""
     if point == 0 and operand.has_moments:
         count = stats.zero_count
         return f"{count:,} exact zero{'s' * (count != 1)} of {stats.numel:,}" if count else ""
@@ -128,23 +133,27 @@ _DOMAINS = {
 }
 
 
-def domain(c: Call) -> Domain | None:
-    """Where a function is defined; None: everywhere, or it is not known."""
-    return _power_domain(c.number("exponent")) if c.function == "pow" else _DOMAINS.get(c.function)
+def domain_of(call: OpCall) -> Domain | None:
+    """The domain of a function; None where it is defined everywhere, or not in the table."""
+    return (
+        _power_domain(call.number("exponent"))
+        if call.function == "pow"
+        else _DOMAINS.get(call.function)
+    )
 
 
 def domain_of_node(node: str) -> Domain | None:
-    """The same of the function whose backward a node is."""
+    """The domain of the function whose backward an autograd node is, or None."""
     return _DOMAINS.get(node_function(node))
 
 
 def _power_domain(exponent: float | None) -> Domain | None:
-    """Of x ** exponent. A whole exponent is defined below zero, a negative one not at zero."""
+    """The domain of x ** exponent: x < 0 takes a whole exponent, x = 0 one that is not negative."""
     if exponent is None or (exponent >= 1 and float(exponent).is_integer()) or exponent == 0:
         return None
     what = f"power {exponent:g} of"
     if float(exponent).is_integer():
         return Domain(what, "(x + eps) ** exponent where x >= 0", pole=0)
     remedy = "(x.clamp(min=0) + eps) ** exponent"
-    # From 1 on the derivative is finite at zero, too: it is a power between 0 and 1.
+    # At x = 0 a power between 0 and 1 is finite, and its derivative is not.
     return Domain(what, remedy, low=0, at_ends=exponent > 0)
