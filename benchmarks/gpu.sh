@@ -112,8 +112,8 @@ import os, torch
 print("torch's CUDA ", torch.version.cuda, "on", os.cpu_count(), "cores")
 if os.environ.get("GPU_DRY") != "1":
     assert torch.cuda.is_available(), "torch sees no CUDA device"
-    from nanscan import _cuda
-    assert _cuda.prepare(0), _cuda.why_not(0)
+    from nanscan._scan import cuda
+    assert cuda.prepare(0), cuda.why_not(0)
 PYTHON
 }
 
@@ -128,12 +128,12 @@ run_pytest() {
   "$PYTHON" -m pytest "${options[@]}" "$@"
 }
 
-tests() { WORKERS=1 run_pytest --maxfail=30 test_cuda_gpu.py; }
+tests() { WORKERS=1 run_pytest --maxfail=30 gpu; }
 
 suites() {
-  local which="cuda and not test_cuda_ and not test_packaging"
+  local which="cuda and not test_packaging"
   [ "$GPU_DRY" = 1 ] && which="cpu and float16 and test_layouts"
-  WORKERS=4 run_pytest --maxfail=30 --continue-on-collection-errors -k "$which" .
+  WORKERS=4 run_pytest --maxfail=30 --continue-on-collection-errors --ignore cuda --ignore gpu -k "$which" .
 }
 
 benchmark() { "$PYTHON" "$ROOT/benchmarks/gpu_$1.py" "${MODE[@]}" --out "$OUT"; }

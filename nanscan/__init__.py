@@ -1,21 +1,28 @@
 """Finds the layer, the tensor and the step in which a PyTorch model first went NaN or Inf."""
 
+from nanscan._api import disable, enable, probe, watch
+from nanscan._collect.coverage import Coverage
 from nanscan._data.cause import Cause
 from nanscan._data.errors import NonFiniteError, NonFiniteWarning
-from nanscan._data.finding import Finding
+from nanscan._data.finding import Finding, Located
 from nanscan._data.location import Location, Op, Operand
 from nanscan._data.result import ScanResult
-from nanscan._data.site import Site
-from nanscan._locate.search import Locating, locate, locating, replay
-from nanscan._monitor import Monitor, disable, enable, probe, watch
+from nanscan._data.site import Kind, Site
+from nanscan._locate.api import locate, locating
+from nanscan._locate.search import Locating
+from nanscan._monitor import Monitor
 from nanscan._output.save import Saved, load_saved
+from nanscan._output.sinks import Sink
+from nanscan._replay import replay
 from nanscan._scan.check import assert_finite, check, check_many
-
-__version__ = "0.1.0"
+from nanscan._version import __version__
 
 __all__ = [
     "Cause",
+    "Coverage",
     "Finding",
+    "Kind",
+    "Located",
     "Locating",
     "Location",
     "Monitor",
@@ -25,7 +32,9 @@ __all__ = [
     "Operand",
     "Saved",
     "ScanResult",
+    "Sink",
     "Site",
+    "__version__",
     "assert_finite",
     "check",
     "check_many",
@@ -38,3 +47,8 @@ __all__ = [
     "replay",
     "watch",
 ]
+
+for _name in __all__:  # errors, pickles and help name the package, so files can move
+    if _name != "__version__":
+        globals()[_name].__module__ = __name__
+del _name

@@ -14,9 +14,10 @@ import torch
 
 import nanscan
 from nanscan import _C, _demo
+from nanscan._api import disable, enable
 from nanscan._data.location import Location
 from nanscan._locate.search import Locating
-from nanscan._monitor import Monitor, disable, enable
+from nanscan._monitor import Monitor
 from nanscan._scan import cuda
 
 _ACTIONS = ("warn", "raise", "log")
@@ -133,7 +134,7 @@ def _locate(options: argparse.Namespace) -> int:
 
 
 def _finish(monitor: Monitor) -> None:
-    monitor.last_words()
+    monitor._judge_rest()  # noqa: SLF001
     disable()
     faults = [finding for finding in monitor.findings if finding.verdict != "near-limit"]
     if faults:

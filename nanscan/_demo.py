@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from nanscan._api import watch
 from nanscan._data.finding import Finding
-from nanscan._monitor import Monitor, watch
+from nanscan._monitor import Monitor
 
 _STEPS = 8
 _BATCH = 16

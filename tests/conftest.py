@@ -2,10 +2,11 @@
 
 import os
 
-import fake_cuda
 import pytest
 import torch
 
+from helpers import fake_cuda
+from helpers.models import no_trace
 from nanscan import _C
 from nanscan._scan import cuda
 from nanscan._scan.dispatch import prepare
@@ -78,6 +79,19 @@ def num_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(num_threads):
+    num_threads(1)
+
+
+@pytest.fixture
+def seeded_and_without_trace():
+    """The test is seeded, and checked for hooks left behind."""
+    torch.manual_seed(0)
+    with no_trace():
+        yield
 
 
 @pytest.fixture

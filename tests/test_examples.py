@@ -1,14 +1,14 @@
 """The examples run, and the page that shows them is what they print today, but for the numbers."""
 
-import re
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from helpers.paths import ROOT
+from helpers.text import without_numbers
+
 sys.path.insert(0, str(ROOT / "examples"))
-import make_page  # noqa: E402 - from the folder of examples
+import make_page
 
 ESSENCE = {
     "residual_overflow": [
@@ -28,10 +28,6 @@ ESSENCE = {
         "6 rows of the softmax are fully masked",
     ],
 }
-
-
-def without_numbers(text):
-    return re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text))
 
 
 @pytest.mark.parametrize("name", make_page.SECTIONS)

@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import (
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+
+import nanscan
+from helpers.models import (
     NAN,
     SCOPES,
     Beside,
@@ -18,24 +23,18 @@ from models import (
     Net,
     batch,
     calls,
+    enable,
     hook_dicts,
     infer,
     run_quiet,
-    seeded_and_without_trace,  # noqa: F401 - used by every test
     set_nan,
     sgd,
     train,
     verdicts,
 )
-from models import (
-    enable_scope as enable,
-)
-from torch import nn
-from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
-
-import nanscan
 from nanscan import NonFiniteError, NonFiniteWarning, Site
+
+pytestmark = pytest.mark.usefixtures("seeded_and_without_trace")
 
 
 class Switch(nn.Module):

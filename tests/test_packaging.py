@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from helpers.paths import ROOT
 from nanscan import _C
 
-ROOT = Path(__file__).parent.parent
 needs_source = pytest.mark.skipif(
     not (ROOT / "setup.py").exists(), reason="needs nanscan's source tree beside the tests"
 )
@@ -249,7 +249,10 @@ def test_a_build_in_place_has_the_kernels_too(by_nvcc, command):
     (by_nvcc.tree / "editable").mkdir(exist_ok=True)
     assert "ninja: no work to do" in by_nvcc.build(*command, CUDACXX=None)
     assert by_nvcc.in_place() == {*KERNEL_SOURCES, IMAGE}
-    program = "from nanscan import _C; from nanscan._scan import cuda; print(cuda.FATBIN.exists(), _C.CUDA_TOOLKIT != '')"
+    program = (
+        "from nanscan import _C; from nanscan._scan import cuda;"
+        "print(cuda.FATBIN.exists(), _C.CUDA_TOOLKIT != '')"
+    )
     result = run("-c", program, cwd=by_nvcc.tree, PYTHONPATH=by_nvcc.tree)
     assert result.stdout.split() == ["True", "True"], result.stderr
 

@@ -33,7 +33,8 @@ def test_a_failing_rule_stops_neither_the_run_nor_the_others(monkeypatch, caplog
 
 def test_of_a_location(monkeypatch, caplog):
     monkeypatch.setattr(rules, "_failed", set())
-    monkeypatch.setattr(causes_of_ops, "_RULES", ((failing_rule,), *causes_of_ops._RULES))
+    failing = rules.Rule(failing_rule, lambda _: True)
+    monkeypatch.setattr(causes_of_ops, "_RULES", ((failing,), *causes_of_ops._RULES))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         location = nanscan.locate(lambda: torch.zeros(2).log())

@@ -213,7 +213,7 @@ class Registry:
         for key in dict(module.named_buffers(recurse=False)) if scripted else module._buffers:  # noqa: SLF001
             if key not in owner.buffers:
                 full = f"{name}.{key}".removeprefix(".")
-                owner.buffers[key] = SinglePlace(full, owner, "buffer")
+                owner.buffers[key] = SinglePlace(full, owner, Kind.BUFFER)
                 owner.buffers[key].watched = owner.watched and self._wants(full, None)
                 owner.buffers[key].is_statistic = key.startswith("running_") and isinstance(
                     module, _NormBase

@@ -17,8 +17,8 @@ from nanscan._collect.snapshot import Scans
 from nanscan._collect.table import Table
 from nanscan._data.places import ModulePlace, Node, ParameterPlace
 from nanscan._data.row import ROW, nonfinite
+from nanscan._data.site import Kind
 
-_OF_BACKWARD = ("loss", "probe", "grad_output", "grad")
 _SPOILED = "changed between two steps, by no optimizer"
 _UNSCANNED = "it went bad in a step after which it was not scanned"
 _MAX_STEPS = 64  # of optimizers that are remembered
@@ -26,7 +26,7 @@ _MAX_STEPS = 64  # of optimizers that are remembered
 Watched = list[tuple[int, ParameterPlace]]  # by position in the optimizer
 
 
-class Suspects:
+class ParameterChanges:
     """Tells which parameters are the reason for what went bad.
 
     Args:
@@ -43,7 +43,7 @@ class Suspects:
         # and whether the parameters were scanned after it.
         self._steps: dict[int, tuple[Watched, int, bool]] = {}
 
-    def stepped(self, optimizer: int, watched: Watched, *, scanned: bool) -> None:
+    def note_step(self, optimizer: int, watched: Watched, *, scanned: bool) -> None:
         """Notes a step of an optimizer, by id."""
         self._steps.pop(optimizer, None)
         if len(self._steps) >= _MAX_STEPS:
@@ -92,21 +92,21 @@ class Suspects:
         tickets = {
             self._table.nodes[row]: ticket
             for row, ticket, only_neginf in self._table.core.bad_rows
-            if not (only_neginf and self._table.nodes[row].kind in ("input", "buffer"))  # a mask
+            if not (only_neginf and self._table.nodes[row].kind.may_be_mask)  # a mask
         }
         bad = {node.row for node in tickets}
         new = [node for node, ticket in tickets.items() if ticket > since]
-        in_forward = any(node.kind in ("input", "output") for node in tickets)
-        if not in_forward and any(node.kind in _OF_BACKWARD for node in new):
+        in_forward = any(node.kind in (Kind.INPUT, Kind.OUTPUT) for node in tickets)
+        if not in_forward and any(node.kind.comes_late for node in new):
             return {place for _, place in self._registry.live_parameters()}
         return set(self._own_parameters({owner for n in new for owner in self._owners(n, bad)}))
 
     def _owners(self, node: Node, bad: set[int]) -> Iterator[ModulePlace]:
         """Modules whose own forward may have made a bad value out of good ones."""
         place, around = node.place, node.place.parent
-        if node.kind == "input" and around is not None:
+        if node.kind is Kind.INPUT and around is not None:
             yield around
-        if node.kind == "output" and isinstance(place, ModulePlace):
+        if node.kind is Kind.OUTPUT and isinstance(place, ModulePlace):
             sources = place.input_sources()
             if sources & bad:
                 return

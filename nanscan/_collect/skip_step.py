@@ -10,16 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import LBFGS, SGD, Adagrad, Adam, Optimizer
 
 from nanscan._data.site import Site
 from nanscan._scan.unwrap import plain_parts
-
-if TYPE_CHECKING:
-    pass
 
 _logger = logging.getLogger("nanscan")
 
@@ -33,7 +30,7 @@ _OURS = ("param_groups", "found_inf")  # the attributes that a stand-in may have
 _NORMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Skipper:
+class SkipStep:
     """Keeps optimizers from stepping on non-finite gradients.
 
     Args:

@@ -1,36 +1,86 @@
-"""Snapshot: one step's rows on their way to the host."""
+"""Snapshot: the rows of a step on their way to the host. StepRecord: the same, complete."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import nn
 
 from nanscan import _C
+from nanscan._collect.history import History, Order
 from nanscan._collect.schedule import FULL, Turn
-from nanscan._data.places import Node, ParameterPlace
+from nanscan._data.kept import KeptCall
+from nanscan._data.places import ModulePlace, Node, ParameterPlace
 from nanscan._data.result import Record, ScanResult
 from nanscan._data.row import Rows
 
+Describe = Callable[[int], tuple[str, tuple[int, ...]] | None]
+# A node, its record or what will be it, and the name of dtype and the shape of the tensor.
+Scans = list[tuple[Node, Record | _C.PendingScan, tuple[str, tuple[int, ...]]]]
+
 
 @dataclass
+class Snapshot:
+    """Rows of a step on the host; those of CUDA devices once they arrived.
+
+    Attributes:
+        rows: [N] records of dtype `ROW`.
+        order: [N] position of each row among the step's first visits, from 1; 0: not visited.
+        notable: rows that are non-finite or near their dtype's limit.
+        describe: dtype and shape of what was scanned into a row; None for none.
+        arrival: rows that are still on their way.
+        is_to_keep: it is to become part of the history once it is complete.
+    """
+
+    rows: Rows
+    order: Order
+    notable: list[int]
+    describe: Describe
+    arrival: _C.Arrival | None = None
+    is_to_keep: bool = False
+
+    def ready(self) -> bool:
+        """Whether all rows arrived. Never blocks."""
+        return self.arrival is None or self.arrival.ready()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Parameters that were scanned outside of the table, since their rows hold other scans.
+
+    Attributes:
+        scans: of each parameter.
+        is_selective: only what is notable counts.
+    """
+
+    scans: Scans
+    is_selective: bool
+
+    def ready(self) -> bool:
+        """Whether all scans are done. Never blocks."""
+        return all(scan.ready() for _, scan, _ in self.scans if isinstance(scan, _C.PendingScan))
+
+
+@dataclass(frozen=True)
 class OptimizerFacts:
-    """What is known of the optimizer step that a parameter went bad in.
+    """What is known of the optimizer that steps a parameter.
 
     Attributes:
         name: class of the optimizer.
         options: of the parameter's group: lr, eps, betas, ...
-        moments: scans with moments of the parameter's state, by name, taken right after the step.
+        moments: scans with moments of the parameter's state, by name, taken right after the step;
+            empty where they were not scanned.
     """
 
     name: str
-    options: dict[str, Any]
-    moments: dict[str, ScanResult] = field(default_factory=dict)
+    options: Mapping[str, Any]
+    moments: Mapping[str, ScanResult] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,8 +89,8 @@ class Outcome:
 
     Attributes:
         optimizer: its id.
-        skipped: whether the scaler skipped it; a tensor where only the device knows.
-        scale: the scaler's then; likewise.
+        skipped: whether the scaler skipped the step; a tensor where only the device knows.
+        scale: the scaler's then; a tensor where only the device knows; NaN without a scaler.
     """
 
     optimizer: int
@@ -48,55 +98,92 @@ class Outcome:
     scale: float | torch.Tensor
 
 
-@dataclass
-class Snapshot:
-    """One step's rows on the host; those of CUDA devices once they arrived.
+class ModelView:
+    """What a diagnosis may ask about the model; looked up only when it asks.
+
+    Args:
+        modules: the modules that are known and alive, with their places.
+        optimizers: what steps each parameter, without moments; under None the only optimizer.
+    """
+
+    def __init__(
+        self,
+        modules: Callable[[], Iterator[tuple[nn.Module, ModulePlace]]],
+        optimizers: Callable[[], dict[ParameterPlace | None, OptimizerFacts]],
+    ) -> None:
+        self._modules = modules
+        self._optimizers = optimizers
+
+    @functools.cached_property
+    def modules(self) -> dict[ModulePlace, nn.Module]:
+        """Modules by their places."""
+        return {place: module for module, place in self._modules()}
+
+    @functools.cached_property
+    def optimizers(self) -> dict[ParameterPlace | None, OptimizerFacts]:
+        """What steps each parameter, without moments; under None the only optimizer."""
+        return self._optimizers()
+
+    @functools.cached_property
+    def trained(self) -> list[torch.dtype]:
+        """Dtypes of all parameters that require a gradient."""
+        seen = {
+            id(parameter): parameter.dtype
+            for module in self.modules.values()
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad
+        }
+        return list(seen.values())
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """All that is known of a step, or of a part of one, when it is judged.
 
     Attributes:
         step: the step's number.
         rows: [N] records of dtype `ROW`.
         order: [N] position of each row among the step's first visits, from 1; 0: not visited.
         notable: rows that are non-finite or near their dtype's limit.
-        whole: the rows began anew after it; else it is a look at a step that goes on.
         describe: dtype and shape of what was scanned into a row; None for none.
-        arrival: rows that are still on their way.
-        untrained: they are parameters, scanned before their model first ran.
-        spoiled: they are parameters that went bad before this step and in no optimizer's: what is
-            known of that, in words.
-        keep: it is to become part of the history once it is complete.
-        outcome: of the optimizer step that ended it, if one did.
-        skips: steps of that optimizer that a GradScaler skipped, this one and those before without
-            one that it let pass; 0: it let this one pass.
-        scale: the GradScaler's then.
-        first_scale: what it was in the first of those steps.
-        turn: what was scanned.
-        continues: it is what came after the last whole one, in the same step.
-        facts: what explains parameters that went bad in the step, by their places.
-        calls: what is kept of the calls of outermost modules in the step.
+        nodes: [N] what each row stands for.
+        history: rows of the steps before, and of this one where it is whole.
+        model: the modules and their optimizers.
+        is_whole: the rows began anew after it; else the step goes on.
+        continues: an earlier record held the first part of the same step.
+        is_ahead: it is judged amid a step, so that inputs can still be saved; findings wait for the
+            end of the step.
+        is_untrained: it holds parameters, scanned before their model first ran.
+        spoiled: it holds parameters that went bad between two steps, by no optimizer: what is known
+            of that, in words; "" otherwise.
+        turn: what the step scanned.
+        optimizers: what explains parameters that went bad in the step, with moments.
+        skips: steps of that optimizer in a row, this one included, that a GradScaler skipped; 0: it
+            let this one pass.
+        scale: the GradScaler's in this step.
+        first_scale: the GradScaler's in the first of the skipped steps.
+        calls: the calls of outermost modules in the step, as far as their inputs are kept.
     """
 
     step: int
     rows: Rows
-    order: npt.NDArray[np.uint64]
-    notable: list[int]
-    whole: bool
+    order: Order
+    notable: Sequence[int]
     describe: Describe
-    arrival: _C.Arrival | None = None
-    untrained: bool = False
+    nodes: Sequence[Node]
+    history: History
+    model: ModelView
+    is_whole: bool
+    continues: bool = False
+    is_ahead: bool = False
+    is_untrained: bool = False
     spoiled: str = ""
-    keep: bool = False
-    outcome: Outcome | None = None
+    turn: Turn = FULL
+    optimizers: Mapping[ParameterPlace, OptimizerFacts] = field(default_factory=dict)
     skips: int = 0
     scale: float = math.nan
     first_scale: float = math.nan
-    turn: Turn = FULL
-    continues: bool = False
-    facts: dict[ParameterPlace, OptimizerFacts] = field(default_factory=dict)
-    calls: tuple[Any, ...] = ()
-
-    def ready(self) -> bool:
-        """Whether all rows arrived. Never blocks."""
-        return self.arrival is None or self.arrival.ready()
+    calls: tuple[KeptCall, ...] = ()
 
     def result(self, row: int) -> ScanResult:
         """A row as a result."""
@@ -108,28 +195,10 @@ class Snapshot:
         described = self.describe(row)
         return float(torch.finfo(getattr(torch, described[0])).max) if described else math.inf
 
+    def was_scanned(self, row: int) -> bool:
+        """Whether a row, which may be newer than the record, was scanned in this step."""
+        return 0 <= row < len(self.rows) and bool(self.rows[row]["calls"])
 
-@dataclass
-class Sweep:
-    """Parameters scanned outside of the table's rows, in most cases before their model first ran.
-
-    Attributes:
-        step: the number of the step that comes, or is under way.
-        scans: of each parameter.
-        calls: as those of a Snapshot.
-        spoiled: likewise; "": their model has not run.
-    """
-
-    step: int
-    scans: Scans
-    calls: tuple[Any, ...] = ()
-    spoiled: str = ""
-
-    def ready(self) -> bool:
-        """Whether all are done. Never blocks."""
-        return all(scan.ready() for _, scan, _ in self.scans if isinstance(scan, _C.PendingScan))
-
-
-Describe = Callable[[int], tuple[str, tuple[int, ...]] | None]
-# A node, its record or what will be it, and the name of dtype and the shape of the tensor.
-Scans = list[tuple[Node, Record | _C.PendingScan, tuple[str, tuple[int, ...]]]]
+    def scanned(self) -> Iterator[int]:
+        """Rows that were visited in this step, by number."""
+        return (int(row) for row in np.flatnonzero(self.order > 0))

@@ -1,25 +1,25 @@
-"""The table of rows, the history of its snapshots, and rows as results."""
+"""Table: the rows of a monitor, one a node, and their copies at the end of a step."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from nanscan import _C
+from nanscan._collect.history import History
 from nanscan._collect.snapshot import Snapshot, Sweep
 from nanscan._data.places import Node
-from nanscan._data.row import ROW, Rows, absmax, finite_max, finite_min, nonfinite
+from nanscan._data.row import ROW, Rows, absmax, nonfinite
+from nanscan._data.text import dtype_name
 
 
 class Table:
     """Rows of tensors: one a node, fixed from its first scan on.
 
     Args:
-        history: how many steps to keep; memory is history * rows * 136 bytes on the host.
+        history: how many steps to keep.
         near_limit: share of a dtype's largest value from which a finite value makes a row notable.
     """
 
@@ -30,12 +30,8 @@ class Table:
         self.scan = self.core.scan
         self.scan_many = self.core.scan_many
         self.nodes: list[Node] = []
+        self.history = History(history)
         self._lock = threading.Lock()  # rows and nodes are of one length
-        self._steps = np.full(history, -1, np.int64)
-        self._rows = np.zeros((history, 0), ROW)
-        self._order = np.zeros((history, 0), np.uint64)
-        self._taken = 0
-        self.full_order = np.zeros(0, np.uint64)  # of the last step that scanned everything
         self.resets = 0  # how often all rows began anew
 
     @property
@@ -93,7 +89,7 @@ class Table:
         with self._lock:
             count = len(self.nodes)
             if keep and not self.on_device:
-                rows, order = self._next_slot(step, count)
+                rows, order = self.history.next_slot(step, count)
                 keep = False
             else:
                 rows, order = np.zeros(count, ROW), np.zeros(count, np.uint64)
@@ -103,10 +99,10 @@ class Table:
             return None
         notable, arrival = taken
         describe = self.core.describe if arrival is None else arrival.describe
-        return Snapshot(step, rows, order, notable, reset, describe, arrival, keep=keep)
+        return Snapshot(rows, order, notable, describe, arrival, keep)
 
-    def complete(self, item: Snapshot | Sweep) -> Snapshot:
-        """A snapshot with all its rows.
+    def complete(self, step: int, item: Snapshot | Sweep) -> Snapshot:
+        """A snapshot with all its rows, in the history if it belongs there.
 
         Synchronization: waits for what has not arrived.
         """
@@ -116,9 +112,9 @@ class Table:
             item.arrival.wait()
             item.notable = item.arrival.merge_into(item.rows.view(np.uint8), item.order)
             item.arrival = None  # its memory is free again; `describe` keeps the rest
-        if item.keep:
+        if item.is_to_keep:
             with self._lock:
-                rows, order = self._next_slot(item.step, len(item.rows))
+                rows, order = self.history.next_slot(step, len(item.rows))
                 rows[:], order[:] = item.rows, item.order
         return item
 
@@ -133,39 +129,17 @@ class Table:
             is_notable = self._is_notable(record, described[0])
             if is_notable:
                 notable.append(node.row)
-            if is_notable or sweep.spoiled:  # these may as well be fine again
+            if is_notable or not sweep.is_selective:  # what was bad may be fine again
                 descriptions[node.row] = described
                 rows[node.row] = np.frombuffer(record, ROW)[0]
                 order[node.row] = position
                 if rows[node.row]["ticket"]:
                     rows[node.row]["ticket"] = position
-        describe = descriptions.get
-        swept = Snapshot(sweep.step, rows, order, notable, False, describe)
-        swept.untrained, swept.spoiled = not sweep.spoiled, sweep.spoiled
-        swept.calls = sweep.calls
-        return swept
+        return Snapshot(rows, order, notable, descriptions.get)
 
     def merge(self, row: int, tensor: torch.Tensor, record: Rows) -> None:
         """Merges a scan that plain torch made, where there are no kernels."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.core.merge(row, record.tobytes(), dtype, tuple(tensor.shape))
-
-    def _next_slot(self, step: int, count: int) -> tuple[Rows, npt.NDArray[np.uint64]]:
-        """The place of the history for a step, of `count` rows: never fewer than it had before."""
-        self._reserve(count)
-        slot = self._taken % len(self._steps)
-        self._taken += 1
-        self._steps[slot] = step
-        return self._rows[slot, :count], self._order[slot, :count]
-
-    def _reserve(self, count: int) -> None:
-        steps, capacity = self._rows.shape
-        if count <= capacity:
-            return
-        wider = max(count, 2 * capacity, 64)
-        rows, order = np.zeros((steps, wider), ROW), np.zeros((steps, wider), np.uint64)
-        rows[:, :capacity], order[:, :capacity] = self._rows, self._order
-        self._rows, self._order = rows, order
+        self.core.merge(row, record.tobytes(), dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def _is_notable(self, record: bytes, dtype: str) -> bool:
         """Whether a record of one scan is non-finite or near its dtype's limit."""
@@ -173,33 +147,7 @@ class Table:
         near = self._near_limit * torch.finfo(getattr(torch, dtype)).max
         return bool(nonfinite(rows)[0] or absmax(rows)[0] >= near)
 
-    def history(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """The kept steps in which a row was scanned, oldest first, as arrays of one length."""
-        steps, kept = self.kept([row])
-        used = kept[:, 0]["calls"] > 0
-        rows, steps = kept[used, 0], steps[used]
-        return {
-            "step": steps,
-            "calls": rows["calls"],
-            "nan": rows["nan"],
-            "posinf": rows["posinf"],
-            "neginf": rows["neginf"],
-            "min": finite_min(rows),
-            "max": finite_max(rows),
-            "absmax": absmax(rows),
-        }
-
-    def kept(self, rows: list[int]) -> tuple[npt.NDArray[np.int64], Rows]:
-        """The kept steps, oldest first, and records `[steps, rows]`; zeros where not scanned."""
-        slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
-        slots = slots[self._steps[slots] >= 0]
-        records = np.zeros((len(slots), len(rows)), ROW)
-        for column, row in enumerate(rows):
-            if row < self._rows.shape[1]:  # else its first step is not over yet
-                records[:, column] = self._rows[slots, row]
-        return self._steps[slots], records
-
     @property
     def nbytes(self) -> int:
         """Bytes of the table and its history."""
-        return int(len(self.nodes) * ROW.itemsize + self._rows.nbytes + self._order.nbytes)
+        return len(self.nodes) * ROW.itemsize + self.history.nbytes

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nanscan._data.finding import Finding
-    from nanscan._data.result import ScanResult
+from nanscan._data.finding import Finding
+from nanscan._data.result import ScanResult
 
 
 class NonFiniteError(FloatingPointError):
@@ -14,7 +11,7 @@ class NonFiniteError(FloatingPointError):
 
     Attributes:
         result: what the scan found, when `assert_finite` raised.
-        finding: what the monitor concluded, when a step boundary raised.
+        finding: what the monitor concluded, when the end of a step raised.
     """
 
     def __init__(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
+from nanscan._data import report
 from nanscan._data.cause import Cause
 from nanscan._data.location import Location
-from nanscan._data.result import ScanResult
+from nanscan._data.result import ScanResult, describe_parts
 from nanscan._data.site import Site
 
 Verdict = Literal[
@@ -24,6 +27,9 @@ Verdict = Literal[
 ]
 FAULTS: tuple[Verdict, ...] = ("origin", "propagated", "persistent-overflow")
 Seen = tuple[Site, ScanResult]
+
+_HISTORY = 6  # steps shown
+_AFFECTED = 4  # sites shown
 
 
 @dataclass
@@ -50,8 +56,6 @@ class Finding:
         aliases: other names of the parameter, where weights are tied.
         unscanned: modules that this step did not scan, between the last site known to be finite and
             this one: it may have been made there.
-        location: the very op, where `locate="next"` found it in a later step.
-        replay: how to find it, where that step came too late.
         unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
     """
 
@@ -61,17 +65,24 @@ class Finding:
     verdict: Verdict
     how: str
     stats: ScanResult
-    given: list[Seen] = field(default_factory=list)
-    before: list[Seen] = field(default_factory=list)
+    given: tuple[Seen, ...] = ()
+    before: tuple[Seen, ...] = ()
     between: tuple[Site, Site] | None = None
-    history: dict[str, npt.NDArray[Any]] = field(default_factory=dict, repr=False)
-    affected: list[Site] = field(default_factory=list, repr=False)
-    causes: list[Cause] = field(default_factory=list)
-    aliases: list[str] = field(default_factory=list)
-    unscanned: list[Site] = field(default_factory=list)
+    history: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, repr=False)
+    affected: tuple[Site, ...] = field(default=(), repr=False)
+    causes: tuple[Cause, ...] = ()
+    aliases: tuple[str, ...] = ()
+    unscanned: tuple[Site, ...] = ()
+    unlikely: tuple[str, ...] = ()
     location: Location | None = None
     replay: str = ""
-    unlikely: list[str] = field(default_factory=list)
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether something is wrong: the verdict is "origin", "propagated" or
+        "persistent-overflow".
+        """  # noqa: D205
+        return self.verdict in FAULTS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,6 +95,81 @@ class Finding:
         return self.stats.shape
 
     def __str__(self) -> str:
-        from nanscan._data.report import report
+        return "\n".join(_report(self))
 
-        return report(self)
+
+@dataclass(frozen=True)
+class Located:
+    """The op behind a finding, which `enable(locate=True)` found in a later step.
+
+    Attributes:
+        finding: the finding.
+        location: the op.
+        replay: how to search the finding's own step, where the later one came too late; "" else.
+    """
+
+    finding: Finding
+    location: Location
+    replay: str = ""
+
+    def __str__(self) -> str:
+        found = self.finding
+        text = f"why {found.site} went bad in step {found.step}: {self.location}"
+        return text + (f"\n  replay    {self.replay}" if self.replay else "")
+
+
+def _report(finding: Finding) -> list[str]:
+    """Where and when, the numbers, what came before, and likely causes."""
+    lines = [_headline(finding)]
+    if finding.aliases:
+        lines += report.block("tied to", [", ".join(finding.aliases)])
+    counts, *rest = describe_parts(finding.stats)
+    lines += report.block("values", [counts, ", ".join(rest)] if rest else [counts])
+    if finding.between:
+        lines += report.block("between", [f"{finding.between[0]}  and  {finding.between[1]}"])
+    if finding.unscanned:
+        lines += report.block("unscanned", [", ".join(map(str, finding.unscanned))])
+    lines += report.sites("given", finding.given)
+    lines += report.sites("before", finding.before)
+    lines += report.block("history", _history(finding.history))
+    otherwise = "no likely cause found" if finding.verdict == "origin" else ""
+    lines += report.causes(finding.causes, otherwise)
+    lines += report.block("unlikely", finding.unlikely)
+    lines += report.block("also bad", _affected(finding.affected))
+    lines += report.block("replay", [finding.replay] if finding.replay else [])
+    if finding.location is not None:
+        lines += report.block("located", [f"op by op, in step {finding.location.step}:"])
+        lines += [f"    {line}" for line in str(finding.location).splitlines()]
+    return lines
+
+
+def _headline(finding: Finding) -> str:
+    state, reason = "non-finite", f"({finding.verdict}: {finding.how})"
+    if finding.verdict == "near-limit":
+        limit = torch.finfo(finding.dtype).max
+        share = (finding.stats.absmax or 0.0) / limit
+        state, reason = "near the limit", f"({share:.0%} of {limit:g})"
+    elif finding.verdict in ("absorbed", "recovered"):
+        state = "finite"
+    rank = f", rank {finding.rank}" if finding.rank else ""
+    return f"{finding.site} is {state} in step {finding.step}{rank} {reason}"
+
+
+def _history(history: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+    if not history or len(history["step"]) <= 1:
+        return []
+    bad = np.sum([history[name] for name in ("nan", "posinf", "neginf")], axis=0)
+    entries = [
+        f"step\xa0{step}:\xa0{'-' if np.isnan(top) else f'{top:.5g}'}"
+        + (f"\xa0({n}\xa0bad)" if n else "")
+        for step, top, n in zip(history["step"], history["absmax"], bad, strict=True)
+    ]
+    return ["absmax by step: " + ", ".join(entries[-_HISTORY:])]
+
+
+def _affected(sites: tuple[Site, ...]) -> list[str]:
+    if not sites:
+        return []
+    shown = ", ".join(str(site) for site in sites[:_AFFECTED])
+    more = f" and {len(sites) - _AFFECTED} more" if len(sites) > _AFFECTED else ""
+    return [shown + more + " in the same step"]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from nanscan._data import report
 from nanscan._data.cause import Cause
-from nanscan._data.result import ScanResult
+from nanscan._data.result import ScanResult, bad_counts
+from nanscan._data.text import dtype_name
 
 Direction = Literal["forward", "backward", "optimizer"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Operand:
     """A tensor that an op took or returned.
 
@@ -41,7 +46,7 @@ class Operand:
     made_by: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Op:
     """One op that ran.
 
@@ -64,9 +69,9 @@ class Op:
     file: str = ""
     line: int = 0
     function: str = ""
-    operands: list[Operand] = field(default_factory=list)
-    results: list[Operand] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
+    operands: tuple[Operand, ...] = ()
+    results: tuple[Operand, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def code(self) -> str:
@@ -74,7 +79,7 @@ class Op:
         return linecache.getline(self.file, self.line).strip() if self.file else ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Location:
     """The first op that made non-finite values out of finite ones. `str()` is the report.
 
@@ -106,13 +111,13 @@ class Location:
     node: str = ""
     output_index: int | None = None
     forward: Op | None = None
-    consumers: list[str] = field(default_factory=list)
+    consumers: tuple[str, ...] = ()
     consequence: Op | None = None
     reached: str = ""
     recomputed: bool = False
     step: int = 0
-    causes: list[Cause] = field(default_factory=list)
-    unlikely: list[str] = field(default_factory=list)
+    causes: tuple[Cause, ...] = ()
+    unlikely: tuple[str, ...] = ()
 
     @property
     def op(self) -> str:
@@ -140,16 +145,95 @@ class Location:
         return self.source.code
 
     @property
-    def operands(self) -> list[Operand]:
+    def operands(self) -> tuple[Operand, ...]:
         """The tensors that the op took."""
         return self.at.operands
 
     def __str__(self) -> str:
-        from nanscan._data.report import located
-
-        return located(self)
+        return "\n".join(_report(self))
 
     @property
     def source(self) -> Op:
         """The op whose line tells most: in backward the forward op, unless a user's line ran it."""
         return self.at if self.at.file or self.forward is None else self.forward
+
+
+def _report(location: Location) -> list[str]:
+    """The op, its line, and what it took and made, side by side."""
+    lines = [_headline(location)]
+    source = location.source
+    label = "line" if source is location.at else "made at"
+    lines += report.block(label, [_line(source)] if source.file else ["no line of user code"])
+    if location.forward is not None and source is not location.forward:
+        lines += report.block("made at", [_line(location.forward)])
+    lines += report.block("with", _settings(location.at))
+    forward = () if location.forward is None else location.forward.operands
+    tensors = {"took": location.at.operands, "made": location.at.results, "forward": forward}
+    lines += report.table({label: [*map(_cells, shown)] for label, shown in tensors.items()})
+    if location.consequence is not None:
+        what = "read by" if location.at.results[0].stats is None else "NaN at"
+        line = f", {_line(location.consequence)}" if location.consequence.file else ""
+        lines += report.block(what, [location.consequence.name + line])
+    lines += report.causes(location.causes, "no likely cause found")
+    return lines + report.block("unlikely", location.unlikely)
+
+
+def _headline(location: Location) -> str:
+    how, what = location.how, "made non-finite values"
+    if location.verdict == "propagated":
+        names = [
+            o.what or o.name
+            for o in location.at.operands
+            if o.stats is not None and not o.stats.is_finite
+        ]
+        what = f"read non-finite values of {', '.join(names)}"
+    elif location.reached:
+        how += f"; it reached {location.reached}"
+    return f"{location.op} {what}{_where(location)}, step {location.step} ({how})"
+
+
+def _where(location: Location) -> str:
+    where = f" in {location.at.module}" if location.at.module else ""
+    if location.direction == "optimizer":
+        where = " in an optimizer step"
+    if location.node:
+        module = f" in {location.module}" if location.module else ""
+        output = "" if location.output_index is None else f", output {location.output_index}"
+        op = "an unknown op" if location.forward is None else location.forward.name
+        where = f" in {location.node}{output}: backward of {op}{module}"
+    return where + (" (recomputed for a checkpoint)" if location.recomputed else "")
+
+
+def _line(op: Op) -> str:
+    """Where an op was called, relative to the current directory if it lies below that."""
+    path = Path(op.file)
+    with contextlib.suppress(ValueError, OSError):
+        path = path.relative_to(Path.cwd())
+    code = op.code
+    return f"{path}:{op.line} in {op.function}" + (f": {code}" if code else "")
+
+
+def _settings(op: Op) -> list[str]:
+    """Arguments that are no tensors; those that have their default left out."""
+    plain = {"alpha": 1, "beta": 1}
+    shown = {
+        name: x
+        for name, x in op.settings.items()
+        if x is not None and x is not False and x != [] and plain.get(name) != x
+    }
+    return [", ".join(f"{name}={x!r}" for name, x in shown.items())] if shown else []
+
+
+def _cells(operand: Operand) -> list[str]:
+    """Name, dtype and shape, what is bad, five numbers, and what is known of it."""
+    stats, known = operand.stats, operand.what or operand.made_by
+    row = [operand.name, f"{dtype_name(operand.dtype)} {list(operand.shape)}"]
+    if stats is None:
+        return [*row, "", "", "", "", "", "", known]
+    bad = bad_counts(stats)
+    if stats.absmax is None:
+        return [*row, bad, "no finite value" if stats.numel else "empty", *[""] * 4, known]
+    values = [f"min {stats.min:.4g}", f"max {stats.max:.4g}", f"absmax {stats.absmax:.4g}", "", ""]
+    if operand.has_moments:
+        values[3:] = [f"mean {stats.mean:.4g}", f"std {stats.std:.4g}"]
+    return [*row, bad, *values, known]

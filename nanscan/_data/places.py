@@ -61,10 +61,10 @@ class ModulePlace(Place):
         super().__init__(name, parent)
         self.called = False
         self.swept = False
-        self.inputs = Node(self, "input")
-        self.keywords = Node(self, "input", late=late_keywords)
-        self.outputs = Node(self, "output")
-        self.recomputed = Node(self, "output", _RECOMPUTED)
+        self.inputs = Node(self, Kind.INPUT)
+        self.keywords = Node(self, Kind.INPUT, late=late_keywords)
+        self.outputs = Node(self, Kind.OUTPUT)
+        self.recomputed = Node(self, Kind.OUTPUT, _RECOMPUTED)
         self.parameters: dict[str, ParameterPlace] = {}
         self.buffers: dict[str, SinglePlace] = {}
 
@@ -122,8 +122,8 @@ class ParameterPlace(Place):
     def __init__(self, name: str, parent: ModulePlace | None) -> None:
         super().__init__(name, parent)
         self.aliases: list[str] = []
-        self.param = Node(self, "param")
-        self.grad = Node(self, "grad")
+        self.param = Node(self, Kind.PARAM)
+        self.grad = Node(self, Kind.GRAD)
         self.state: dict[str, Node] = {}
 
     def nodes(self) -> Iterator[Node]:
@@ -132,7 +132,7 @@ class ParameterPlace(Place):
 
     def moment(self, name: str) -> Node:
         """The node of an optimizer moment, such as "exp_avg"."""
-        return self.state.setdefault(name, Node(self, "state", name))
+        return self.state.setdefault(name, Node(self, Kind.STATE, name))
 
 
 class Node:

@@ -11,6 +11,7 @@ import torch
 
 from nanscan import _C
 from nanscan._data.row import Rows
+from nanscan._data.text import dtype_name
 
 Record = bytes | np.void | Rows  # of one row
 # The fields that a result shows, in the order of csrc/row.h; the others are skipped as padding.
@@ -221,7 +222,7 @@ class ScanResult:
         if self._moments is not None:
             names += ["mean", "std", "rms", "zero_count", "subnormal_count"]
         values = {name: getattr(self, name) for name in names}
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return {"dtype": dtype, "shape": list(self.shape), **values}
 
     def __bool__(self) -> NoReturn:
@@ -247,7 +248,7 @@ def bad_counts(result: ScanResult) -> str:
 def describe_parts(result: ScanResult) -> list[str]:
     """What `describe` joins: counts of how many; where first; the range of the rest."""
     counts = bad_counts(result)
-    dtype = str(result.dtype).removeprefix("torch.")
+    dtype = dtype_name(result.dtype)
     what = f"{counts} of {result.numel:,}" if counts else f"{result.numel:,} finite"
     parts = [f"{what} ({dtype} {list(result.shape)})"]
     if result.first_nonfinite is not None:

@@ -13,7 +13,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if whole and math.isfinite(value) else f"{value:.3g}"
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Without the name of torch."""
     return str(dtype).removeprefix("torch.")
 
@@ -21,3 +21,18 @@ def name_of(dtype: torch.dtype) -> str:
 def rounded(value: float) -> str:
     """To one digit, as a setting to try."""
     return f"{float(f'{value:.1g}'):g}"
+
+
+def share(x: float, most: float) -> str:
+    """In percent."""
+    return f"{100 * x / most:.2g} %"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def type_name(x: object) -> str:
+    """Module and name of an object's type; of built-in types the name."""
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")

@@ -1,4 +1,4 @@
-"""After a finding: the next steps run op by op until the op is known that makes the bad values."""
+"""After a finding, runs the next steps op by op, until the op that made the values is found."""
 
 from __future__ import annotations
 
@@ -11,87 +11,87 @@ import torch
 from nanscan._collect.names import Registry
 from nanscan._data.finding import Finding
 from nanscan._data.location import Location
-from nanscan._locate.search import Locating, can_search, clear_away
+from nanscan._locate.dispatch_stack import can_search, clear_away
+from nanscan._locate.search import Locating
 
-_STEPS = 16  # to search, before it is given up
-_ALL_STEPS = 4 * _STEPS  # of all searches, and then one step in so many
-_ONE_IN = 50
+_MAX_STEPS = 16  # of one search
+_MAX_ALL_STEPS = 4 * _MAX_STEPS  # of all searches, and one more in so many steps of the run:
+_ONE_MORE_IN = 50
 
 _logger = logging.getLogger("nanscan")
 
 
-class Drill:
+class FollowUp:
     """Searches the steps after a finding.
 
     Args:
         registry: names of modules and parameters.
-        on_located: called with the finding once its `location` is known.
+        on_located: called once with the finding and the op, when that is found.
     """
 
-    def __init__(self, registry: Registry, on_located: Callable[[Finding], None]) -> None:
+    def __init__(self, registry: Registry, on_located: Callable[[Finding, Location], None]) -> None:
         self._registry = registry
         self._on_located = on_located
         self._finding: Finding | None = None
         self._search: Locating | None = None
-        self._thread: threading.Thread | None = None
-        self._left = 0
-        self._is_late = False  # a search could not begin when the last step ended
-        self._searched = 0  # steps, ever
+        self._thread: threading.Thread | None = None  # that is searched
+        self._steps_left = 0  # of this search
+        self._searched = 0  # steps of all searches
+        self._is_late = False  # the search could not begin when the last step ended
+        self._is_new = False  # the search began in the call of an outermost module
 
     def want(self, finding: Finding) -> None:
-        """The next steps are to be searched for the cause of this finding."""
-        if self._finding is None and self._searched < _ALL_STEPS + finding.step // _ONE_IN:
-            self._finding, self._left = finding, _STEPS
-
-    def step_ended(self, step: int) -> None:
-        """Between two steps: begins a search that is wanted, ends one that is over.
+        """Asks for a search of the next steps; does nothing while there is one.
 
         Args:
-            step: number of the one that comes.
+            finding: what to find the op of.
+        """
+        may_search = self._searched < _MAX_ALL_STEPS + finding.step // _ONE_MORE_IN
+        if self._finding is None and may_search:
+            self._finding, self._steps_left = finding, _MAX_STEPS
+
+    def on_step_end(self, step: int, *, before_forward: bool) -> None:
+        """Between two steps: begins a search that is wanted, or ends one that is over.
+
+        Args:
+            step: number of the step that comes.
+            before_forward: the step ended because an outermost module is about to run.
+                `on_before_forward` is called next.
         """
         clear_away()
         if self._search is None:
-            # A mode that is entered in inference mode would be gone after it.
+            # A dispatch mode that is pushed in inference mode is forgotten when that ends.
             self._is_late = torch.is_inference_mode_enabled()
             if not self._is_late:
-                self._begin(step)
+                self._begin(step, is_new=before_forward)
         elif self._thread is threading.current_thread():
-            self._left -= 1
+            self._steps_left -= 1
             self._searched += 1
-            if self._search.location is not None or self._left <= 0:
+            if self._search.location is not None or self._steps_left <= 0:
                 self.stop()
             elif torch.is_inference_mode_enabled():
                 self._search.suspend()
         elif self._thread is not None and not self._thread.is_alive():
+            # This thread is searched instead when its next step ends.
             finding, self._finding = self._finding, None
             self.stop()
-            self._finding = finding  # for a search in this thread
+            self._finding = finding
 
-    def call_starts(self, step: int, before: Callable[[], None]) -> None:
-        """An outermost module is called; in inference mode a search runs in such calls only.
+    def on_before_forward(self, step: int) -> None:
+        """An outermost module is about to run. In inference mode, only such calls are searched.
 
         Args:
-            step: number of the one that has begun.
-            before: what may end a step first.
+            step: number of the step that this call belongs to.
         """
         clear_away()
-        search = self._search
-        before()
         if self._search is None and self._is_late:
-            self._begin(step)
+            self._begin(step, is_new=True)
         if self._search is not None and self._thread is threading.current_thread():
-            self._search.resume(is_new=self._search is not search)
-
-    def _begin(self, step: int) -> None:
-        if self._finding is not None:
-            self._is_late = not can_search()
-            if not self._is_late:
-                self._search = Locating(self._registry, self._located, step)
-                self._thread = threading.current_thread()
-                self._search.__enter__()
+            self._search.resume(is_new=self._is_new)
+            self._is_new = False
 
     def stop(self) -> None:
-        """Ends the search, found or not."""
+        """Ends the search, whether the op is found or not."""
         search, finding = self._search, self._finding
         self._search = self._finding = None
         if search is not None:
@@ -103,7 +103,14 @@ class Drill:
                     finding.step,
                 )
 
-    def _located(self, location: Location) -> None:
+    def _begin(self, step: int, *, is_new: bool) -> None:
         if self._finding is not None:
-            self._finding.location = location
-            self._on_located(self._finding)
+            self._is_late = not can_search()
+            if not self._is_late:
+                self._search = Locating(self._registry, self._on_location, step)
+                self._thread, self._is_new = threading.current_thread(), is_new
+                self._search.__enter__()
+
+    def _on_location(self, location: Location) -> None:
+        if self._finding is not None:
+            self._on_located(self._finding, location)

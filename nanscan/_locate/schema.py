@@ -1,4 +1,4 @@
-"""What the schema of an op says: what it reads, what it writes, whether it computes anything."""
+"""What the schema of an op says: which arguments it reads and writes, and whether it is a view."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from torch._ops import HigherOrderOperator
 
-# Ops whose result is memory as it was found, and ops that write into an argument without reading
-# it: into all of it, or into parts.
+# Ops that return memory without writing it.
 _EMPTY = frozenset(
     [
         "empty",
@@ -20,6 +19,7 @@ _EMPTY = frozenset(
         "resize",
     ]
 )
+# Ops that write all of an argument, and do not read it.
 _OVERWRITE = frozenset(
     [
         "copy_",
@@ -39,6 +39,7 @@ _OVERWRITE = frozenset(
         "_foreach_zero_",
     ]
 )
+# Ops that write a part of an argument, and do not read it.
 _FILL = frozenset(
     [
         "index_put_",
@@ -52,17 +53,31 @@ _FILL = frozenset(
         "put_",
     ]
 )
-# batch_norm changes its running statistics, and its schema does not say so.
+# Positions of arguments that an op writes though its schema does not say so: running statistics.
 _UNDECLARED = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
-# Communication goes on behind the op: what it receives is read when somebody reads it.
+# Ops of communication, which goes on after the op returned: what it receives is scanned when an op
+# reads it.
 _LATE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _MAX_ARGUMENTS = 32  # of an op without a schema
-_WAIT = "wait_tensor"
+_WAIT = "wait_tensor"  # waits for a communication
 _IGNORED = ("profiler",)
 
 
 class OpInfo:
-    """What an op's schema says of it."""
+    """What the schema of an op says.
+
+    Attributes:
+        name: with namespace and overload: "aten.add.Tensor".
+        arguments: names of its arguments, in their order.
+        defaults: default values by name.
+        written: names of the arguments that it writes.
+        overwrites: those of them that it writes whole and does not read.
+        fills: those of them that it writes in part and does not read.
+        is_view: it returns a view of its first argument, and writes nothing.
+        empty: it returns memory without writing it.
+        late: it returns before what it receives has been written.
+        ignored: it computes nothing.
+    """
 
     __slots__ = (
         "arguments",
@@ -78,7 +93,7 @@ class OpInfo:
     )
 
     def __init__(self, func: Any) -> None:
-        if isinstance(func, HigherOrderOperator):  # such as flex_attention: it has no schema
+        if isinstance(func, HigherOrderOperator):  # such as flex_attention: no schema
             self._init_without_schema(func)
             return
         schema = func._schema  # noqa: SLF001 - no public spelling
@@ -97,7 +112,7 @@ class OpInfo:
         }
         written |= set(_UNDECLARED.get(base, ()))
         self.late = namespace in _LATE and base != _WAIT
-        if namespace == "c10d" and base != "send":  # whose schemas do not say so
+        if namespace == "c10d" and base != "send":  # its schemas do not say so
             written |= {i for i, name in enumerate(self.arguments) if not name.startswith("input")}
         self.written = frozenset(self.arguments[i] for i in written)
         outs = frozenset(a.name for a in schema.arguments if a.is_out)

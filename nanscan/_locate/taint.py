@@ -1,9 +1,12 @@
-"""Which op was the first to make non-finite values out of finite ones, told from a trace of ops.
+"""Finds which op was the first to make non-finite values, from the ops of a step in their order.
 
-Every non-finite value has a taint: the reason why it is so. It travels along with what is computed
-from it. NaN or +Inf out of finite values is a fault, unless other ops take all of it and make
-finite values of it again, as torch.where does in a forward. Other reasons may be meant, and become
-a fault only if they lead to NaN, or to what counts: a loss, a gradient, a parameter.
+Every non-finite value has a taint, which says where it comes from. What is computed from a tainted
+value gets the same taint. A taint becomes a fault in one of two ways:
+
+- NaN or +Inf out of finite values is a fault, unless other ops absorb it: they take all of these
+  values and return finite ones, as torch.where does.
+- Other taints may be meant, such as the -Inf of a mask. They are a fault only where they lead to
+  NaN, or reach a value that counts: a loss, a gradient, a parameter, what the code returns.
 """
 
 from __future__ import annotations
@@ -20,141 +23,162 @@ from nanscan._locate.values import Event, Value, counts_of
 from nanscan._scan.dispatch import scan_anywhere
 
 _COUNTS = struct.Struct("<3Q")
-_RECENT = 8  # taints that one op may have brought up
+_RECENT = 8  # an op adds at most so many taints
 
-# made: out of finite values. minus: -Inf alone, out of finite values; maybe a mask in the making.
-# mask: Inf that somebody wrote down, or -Inf alone that came from outside. raw: memory that nobody
-# wrote to. outside: it was so before anything was watched.
-Kind = Literal["made", "minus", "mask", "raw", "outside"]
+# Where non-finite values come from.
+# made: NaN or +Inf out of finite values.
+# negative-inf: only -Inf, out of finite values. It may become a mask.
+# mask: Inf that the code wrote as a number, or only -Inf that was there before the search.
+# uninitialised: memory that nothing has written to.
+# outside: they were there before the search.
+Source = Literal["made", "negative-inf", "mask", "uninitialised", "outside"]
 
-_GRAVEST: tuple[Kind, ...] = ("made", "minus", "raw", "outside", "mask")
+# Where an op takes values of several taints, its result gets the first of these.
+_PRECEDENCE: tuple[Source, ...] = ("made", "negative-inf", "uninitialised", "outside", "mask")
 
 
 class Taint:
-    """Why values are not finite.
+    """Where non-finite values come from.
 
     Attributes:
-        kind: what kind of reason.
-        event: where it came up; of "raw": what made the memory.
-        blamed: it is a fault.
-        consequence: the op that made NaN out of Inf; of "raw": the first that computed with it.
-        reached: what it got to, in words.
-        values: that are bad for this reason, as far as ops made them in this step.
+        source: the kind of origin.
+        event: the op that made them, or that read them first; of "uninitialised": the op that
+            allocated the memory.
+        is_fault: the values are known to be a fault.
+        consequence: the op that made NaN out of Inf; of "uninitialised": the first op that computed
+            with the memory.
+        reached: the value that counts and holds them, in words; "" where none is known.
+        values: the tensors of this step that hold them and that ops made.
     """
 
-    __slots__ = ("blamed", "consequence", "event", "kind", "reached", "values")
+    __slots__ = ("consequence", "event", "is_fault", "reached", "source", "values")
 
-    def __init__(self, kind: Kind, event: Event) -> None:
-        self.kind = kind
+    def __init__(self, source: Source, event: Event) -> None:
+        self.source = source
         self.event = event
-        self.blamed = False
+        self.is_fault = False
         self.consequence: Event | None = None
         self.reached = ""
         self.values: list[Value] = []
 
     @property
-    def is_fault(self) -> bool:
-        """Whether it is one by itself, unless all that came of it is absorbed."""
-        return self.kind == "made" or (
-            self.kind in ("minus", "outside") and self.consequence is not None
+    def is_fault_unless_absorbed(self) -> bool:
+        """Whether the values are a fault even if they reach nothing that counts."""
+        return self.source == "made" or (
+            self.source in ("negative-inf", "outside") and self.consequence is not None
         )
 
     @property
-    def is_inner(self) -> bool:
-        """Whether it came up in a node of autograd, in no line of the user's."""
+    def is_inside_autograd(self) -> bool:
+        """Whether torch's own formula of a backward made them, not a line of the user's code."""
         return self.event.node is not None and self.event.code is None
 
     @property
     def is_absorbed(self) -> bool:
-        """Whether ops took whatever is bad, and made finite values of it in the end."""
+        """Whether ops took all of the values, so that none of them is left."""
         return all(value.is_consumed for value in self.values)
 
 
-class Blame:
-    """Judges the events of a trace, in their order."""
+class TaintTracker:
+    """Follows taints through the ops of a search, in their order."""
 
     def __init__(self) -> None:
-        self._taints: list[Taint] = []  # of this step, and faults
+        self._taints: list[Taint] = []  # of this step, and all faults
 
     @property
     def has_suspects(self) -> bool:
-        """Whether anything was bad in this step."""
+        """Whether there was a non-finite value in this step."""
         return bool(self._taints)
 
     @property
-    def first(self) -> Taint | None:
+    def first_fault(self) -> Taint | None:
         """The fault that comes first in the order of execution."""
-        faults = [taint for taint in self._taints if taint.blamed]
+        faults = [taint for taint in self._taints if taint.is_fault]
         return min(faults, key=lambda taint: taint.event.number, default=None)
 
     def judge(self, event: Event, operands: list[torch.Tensor] | None = None) -> list[Value]:
-        """Says why results are bad, where they are.
+        """Gives a taint to each non-finite result of an op.
 
         Args:
-            event: the op. Waits for its scans.
-            operands: tensors of its operands, if they are still what they were, those aside that
-                the op wrote to. Where it made something bad they are scanned with moments.
+            event: the op.
+            operands: the tensors of `event.operands`, if they still hold what the op took; those
+                that the op wrote to need not. Where the op made non-finite values, they are scanned
+                again with moments, for the report.
 
         Returns:
-            The results that are bad.
+            The results that are not finite.
+
+        Synchronization: waits for the scans of the op.
         """
         bad = [value for value in event.results if value.is_bad]
         if self._taints and not event.info.is_view:
-            _consume(event)
+            _mark_consumed(event)
         if not bad:
             return bad
-        taint = self._why(event, bad)
+        taint = self._taint_of_results(event, bad)
         for value in bad:
             value.taint = taint
-            if value.raw is not None and value.raw is not event:
-                value.taint = self._of_memory(value.raw)
+            if value.allocated_by is not None and value.allocated_by is not event:
+                value.taint = self._taint_of_memory(value.allocated_by)
             elif not event.info.is_view:
                 taint.values.append(value)
         is_news = taint.event is event or taint.consequence is event
-        if operands is not None and is_news and taint.kind != "mask":
-            _take_moments(event, operands)
-            is_made = taint.kind in ("made", "minus") and taint.event is event
+        if operands is not None and is_news and taint.source != "mask":
+            _add_moments_to_all(event, operands)
+            is_made = taint.source in ("made", "negative-inf") and taint.event is event
             if is_made and not event.info.written and any(map(_is_stale, event.operands)):
-                taint.kind = "outside"
+                taint.source = "outside"
         return bad
 
-    def reached(self, values: Iterable[Value | None], what: str) -> None:
-        """What counts holds these values: a fault, where they are bad, and no mask."""
+    def mark_reached(self, values: Iterable[Value | None], what: str) -> None:
+        """Notes values that count. Where they are not finite and no mask, they are a fault.
+
+        Args:
+            values: the values.
+            what: what holds them, such as "the loss".
+        """
         for value in values:
             if value is None or not value.is_bad:
                 continue
             if value.taint is None:
-                value.taint = self._by_another_way(value)
+                value.taint = self._taint_of_memory_or_view(value)
             taint: Taint | None = value.taint
-            if taint is not None and taint.kind != "mask" and not taint.blamed:
-                taint.blamed, taint.reached = True, what
+            if taint is not None and taint.source != "mask" and not taint.is_fault:
+                taint.is_fault, taint.reached = True, what
                 if not any(known is taint for known in self._taints):
                     self._taints.append(taint)  # of an earlier step
 
     def end_step(self) -> None:
-        """What of this step's values is left over, and was not absorbed by now, is a fault."""
+        """Marks as faults the taints of this step that should be absorbed by now, and are not."""
         for taint in self._taints:
-            taint.blamed |= taint.is_fault and not taint.is_absorbed
+            taint.is_fault |= taint.is_fault_unless_absorbed and not taint.is_absorbed
 
     @property
     def first_absorbed(self) -> Taint | None:
-        """The first in this step that is no fault for that alone; torch's own inside of a backward,
-        whose formulas do so on purpose, left out.
-        """  # noqa: D205
-        absorbed = (t for t in self._taints if t.is_fault and not t.blamed and not t.is_inner)
+        """The first taint of this step that would be a fault if it were not absorbed.
+
+        Formulas of torch's own backwards are left out: they absorb values on purpose.
+        """
+        absorbed = (
+            taint
+            for taint in self._taints
+            if taint.is_fault_unless_absorbed
+            and not taint.is_fault
+            and not taint.is_inside_autograd
+        )
         return min(absorbed, key=lambda taint: taint.event.number, default=None)
 
     def forget(self, events: list[Event], *, is_end: bool) -> None:
-        """Lets go of what ops took and returned.
+        """Drops operands and results of ops that no report can name any more.
 
         Args:
             events: the ops.
-            is_end: the step is over: all that is no fault is forgotten.
+            is_end: the step is over. All taints that are no fault are dropped too.
         """
         kept = {
             id(event)
             for taint in self._taints
-            if taint.kind != "mask"
+            if taint.source != "mask"
             for event in (taint.event, taint.consequence)
         }
         for event in events:
@@ -163,64 +187,69 @@ class Blame:
         if is_end:
             for taint in self._taints:
                 taint.values.clear()
-            self._taints = [taint for taint in self._taints if taint.blamed]
+            self._taints = [taint for taint in self._taints if taint.is_fault]
 
-    def _why(self, event: Event, bad: list[Value]) -> Taint:
-        handed = [value for _, value in event.operands if value.is_bad]
-        for value in handed:
+    def _taint_of_results(self, event: Event, bad: list[Value]) -> Taint:
+        """The taint of an op's non-finite results: that of its operands, or a new one."""
+        taken = [value for _, value in event.operands if value.is_bad]
+        for value in taken:
             if value.taint is None:
-                value.taint = self._of_unknown(value, event)
-        nan = any(_counts(value)[0] for value in bad)
-        if not handed:
-            if any(_is_infinite(x) for x in event.settings.values()):  # somebody wrote it down
-                return self._add("minus" if nan else "mask", event)
-            posinf = any(_counts(value)[1] for value in bad)
-            is_fault = nan or (posinf and not event.settings.get("zero_infinity"))
-            return self._add("made" if is_fault else "minus", event)
-        taint = _gravest(handed)
-        if taint.kind == "raw" and taint.consequence is None:
+                value.taint = self._taint_of_unseen(value, event)
+        has_nan = any(_counts(value)[0] for value in bad)
+        if not taken:
+            if any(_is_nonfinite_number(x) for x in event.settings.values()):
+                return self._add("negative-inf" if has_nan else "mask", event)
+            has_posinf = any(_counts(value)[1] for value in bad)
+            is_made = has_nan or (has_posinf and not event.settings.get("zero_infinity"))
+            return self._add("made" if is_made else "negative-inf", event)
+        taint = _first_by_precedence(taken)
+        if taint.source == "uninitialised" and taint.consequence is None:
             taint.consequence = event
-        if taint.kind == "outside" and taint.event.info.is_view:
-            taint.event = event  # who computes with it says more than who looks at it
-        if not nan or any(_counts(value)[0] for value in handed):
+        if taint.source == "outside" and taint.event.info.is_view:
+            taint.event = event  # an op that computes says more than one that makes a view
+        if not has_nan or any(_counts(value)[0] for value in taken):
             return taint
-        if taint.kind == "mask":
+        if taint.source == "mask":
             return self._add("made", event)
         taint.consequence = taint.consequence or event
         return taint
 
-    def _of_unknown(self, value: Value, event: Event) -> Taint:
-        """The reason of a value that no op made before our eyes."""
+    def _taint_of_unseen(self, value: Value, event: Event) -> Taint:
+        """The taint of a value that no op of this search made."""
         nan, posinf, _ = _counts(value)
-        kind: Kind = "outside" if nan or posinf else "mask"
-        return self._by_another_way(value) or self._add(kind, event)
+        source: Source = "outside" if nan or posinf else "mask"
+        return self._taint_of_memory_or_view(value) or self._add(source, event)
 
-    def _by_another_way(self, value: Value) -> Taint | None:
-        """The reason of what was written through a view, or is memory that was not written."""
-        via: Taint | None = None if value.via is None else value.via.taint
-        if via is not None:
-            return via
-        if value.raw is not None:
-            return self._of_memory(value.raw)
-        if value.is_rewritten and self._taints:  # most likely by the latest
-            return self._taints[-1]
+    def _taint_of_memory_or_view(self, value: Value) -> Taint | None:
+        """The taint of what was written through a view, or of memory that nothing has written."""
+        written: Taint | None = None if value.bad_view is None else value.bad_view.taint
+        if written is not None:
+            return written
+        if value.allocated_by is not None:
+            return self._taint_of_memory(value.allocated_by)
+        if value.is_rewritten and self._taints:
+            return self._taints[-1]  # the latest is the likeliest
         return None
 
-    def _of_memory(self, event: Event) -> Taint:
-        """The reason of what was found in memory that an op made, or received something into."""
-        return self._add("outside" if event.info.late else "raw", event)
+    def _taint_of_memory(self, event: Event) -> Taint:
+        """The taint of memory that an op allocated, or received into from another process."""
+        return self._add("outside" if event.info.late else "uninitialised", event)
 
-    def _add(self, kind: Kind, event: Event) -> Taint:
+    def _add(self, source: Source, event: Event) -> Taint:
+        """A new taint, or the one that this op has already."""
         for taint in self._taints[-_RECENT:]:
-            if taint.event is event and taint.kind == kind:
+            if taint.event is event and taint.source == source:
                 return taint
-        taint = Taint(kind, event)
+        taint = Taint(source, event)
         self._taints.append(taint)
         return taint
 
 
-def _consume(event: Event) -> None:
-    """Notes what an op took in to make something else of it; a comparison, or .item(), does not."""
+def _mark_consumed(event: Event) -> None:
+    """Marks the operands of an op that computes something else of them.
+
+    A comparison or `.item()` has no floating-point result, and does not count.
+    """
     if any(value.row is not None for value in event.results):
         for _, value in event.operands:
             value.is_consumed = True
@@ -229,22 +258,22 @@ def _consume(event: Event) -> None:
 
 
 def _counts(value: Value) -> tuple[int, int, int]:
-    """Of NaN, +Inf and -Inf."""
+    """Counts of NaN, +Inf and -Inf. Waits for the scan."""
     nan, posinf, neginf = _COUNTS.unpack(value.counts)
     return nan, posinf, neginf
 
 
-def _gravest(values: list[Value]) -> Taint:
+def _first_by_precedence(values: list[Value]) -> Taint:
     taints: list[Taint] = [value.taint for value in values]
-    return min(taints, key=lambda taint: (_GRAVEST.index(taint.kind), taint.event.number))
+    return min(taints, key=lambda taint: (_PRECEDENCE.index(taint.source), taint.event.number))
 
 
-def _is_infinite(x: object) -> bool:
+def _is_nonfinite_number(x: object) -> bool:
     return isinstance(x, float) and not math.isfinite(x)
 
 
-def _take_moments(event: Event, operands: list[torch.Tensor]) -> None:
-    """Of all that an op took and made, and did not write over."""
+def _add_moments_to_all(event: Event, operands: list[torch.Tensor]) -> None:
+    """Scans with moments what an op took and returned, but for operands that it wrote over."""
     results = [value.ref() for value in event.results]
     for (_, value), tensor in zip(event.operands, operands, strict=True):
         if not any(tensor is result for result in results):
@@ -254,16 +283,16 @@ def _take_moments(event: Event, operands: list[torch.Tensor]) -> None:
             _add_moments(value, result)
 
 
+def _add_moments(value: Value, tensor: torch.Tensor) -> None:
+    if value.row is not None and value.moments is None:
+        row = scan_anywhere(tensor, moments=True)
+        value.moments = None if isinstance(row, int) else row
+
+
 def _is_stale(operand: tuple[str, Value]) -> bool:
-    """Whether a value holds other things than a row says: code that is not seen wrote to it."""
+    """Whether the second scan counts other values than the first: unseen code wrote in between."""
     value = operand[1]
     moments = value.moments
     if moments is None or isinstance(moments, _C.PendingScan):
         return False
     return counts_of(moments) != value.counts
-
-
-def _add_moments(value: Value, tensor: torch.Tensor) -> None:
-    if value.row is not None and value.moments is None:
-        row = scan_anywhere(tensor, moments=True)
-        value.moments = None if isinstance(row, int) else row

@@ -1,7 +1,7 @@
-"""Runs ops one by one and keeps, of each, what it took and returned: a row of stats a tensor.
+"""Runs ops one by one, and notes what each took and returned, with a scan of each tensor.
 
-A tensor is scanned once, by the op that made it; who reads it later finds the row by the tensor's
-identity and version. What the rows say is judged in _blame.py.
+A tensor is scanned once, after the op that made it. An op that reads it later finds that scan by
+the tensor's identity and version count. What the scans mean is decided in taint.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from nanscan._locate.values import Event, Value, scan_of, shape_of, storage_of
 
 _node = torch._C._current_autograd_node  # noqa: SLF001 - no public spelling
 _sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - no public spelling
-_SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # by which autograd sums gradients
-# Zeros without memory come up in double backwards. Under a dispatch mode torch (2.13) crashes on
-# some ops with them: mul.Scalar. All but these two ops see them as common zeros anyway.
+_SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # autograd sums gradients with these
+# A double backward makes zero tensors without memory. Under a dispatch mode some ops of torch 2.13,
+# such as mul.Scalar, crash on these. So they get memory first. Only the two ops of _ZERO_AWARE have
+# another result for such zeros.
 _ZEROS = "aten._efficientzerotensor.default"
 _ZERO_AWARE = ("aten.mul.Tensor", "aten.div.Tensor")
 _DETACH = "aten.detach.default"  # of x.detach() and x.data
@@ -41,11 +42,11 @@ class _Thread(threading.local):
     """What runs in a thread.
 
     Attributes:
-        modules: places that are running, and whether a backward called each.
-        optimizer: who called an optimizer's step, while that runs, and the closure it was given.
-        node: the autograd node that ran the latest op, until it is done.
-        outputs: what it returned.
-        done: name and sequence number of the node that ran the latest op and is done.
+        modules: the running modules, innermost last, and whether a backward called each.
+        optimizer: while an optimizer steps: the code that called `step`, and its closure.
+        node: the autograd node that ran the latest op; None once the node is done.
+        outputs: the gradients that this node returned.
+        done: name and sequence number of the node that ran the latest op, once the node is done.
     """
 
     def __init__(self) -> None:
@@ -57,11 +58,18 @@ class _Thread(threading.local):
 
 
 class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every op of the threads it is entered in, their backwards included.
+    """Notes every op of the threads that it is entered in, their backwards included.
 
     Args:
-        on_event: called after each op, with the event and the tensors of its operands. These are
-            as they are after the op.
+        on_event: called after each op, with the event and the tensors of its operands. The op may
+            have written to these tensors.
+
+    Attributes:
+        is_idle: ops run as usual, and are not noted.
+        step: number of the step that runs.
+        forward: by thread and sequence number of an autograd node, the forward op that created it.
+        thread: what runs in this thread.
+        count: how many ops ran.
     """
 
     supports_higher_order_operators = True
@@ -70,14 +78,14 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_idle = False
         self.step = 0
-        self.forward: dict[tuple[int, int], Event] = {}  # by thread and number of the node it made
+        self.forward: dict[tuple[int, int], Event] = {}
         self.thread = _Thread()
         self.count = 0
         self._values: dict[int, Value] = {}  # by id(tensor)
-        # By address of a storage that was written through x.data, which counts no version of x: the
-        # number of the latest op that did.
+        # By address of a storage that was written through x.data, which does not change the version
+        # count of x: the number of the latest op that wrote it.
         self._written: dict[int, int] = {}
-        self._has_zeros = False  # without memory
+        self._has_zeros = False  # tensors of zeros without memory
         self._on_event = on_event
 
     def __torch_dispatch__(
@@ -109,7 +117,11 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _node() is not None
 
     def settle(self, most: int) -> None:
-        """Lets go of tensors that are no more, and of all but the latest ops of forwards."""
+        """Forgets tensors that are gone, and old forward ops.
+
+        Args:
+            most: how many forward ops may be kept; beyond that, half of them are.
+        """
         self._values = {
             key: value
             for key, value in self._values.items()
@@ -122,7 +134,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- values ----------------------------------------------------------------------------------
 
     def value(self, tensor: torch.Tensor) -> Value | None:
-        """What a tensor holds; None: it is not known, or was changed without our knowing."""
+        """What a tensor holds; None where it was never seen, or was changed by code not seen."""
         value = self._latest(tensor)
         if value is None:
             return None
@@ -133,46 +145,48 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if not is_same or self._is_outdated(value, tensor) else value
 
     def _latest(self, tensor: torch.Tensor) -> Value | None:
-        """What a tensor held when it was last seen; None: it never was."""
+        """What a tensor held when it was last seen; None where it never was."""
         value = self._values.get(id(tensor))
         return value if value is not None and value.ref() is tensor else None
 
     def _is_outdated(self, value: Value, tensor: torch.Tensor) -> bool:
-        """Whether its memory was written in a way that counts no version."""
+        """Whether its memory was written since without a change of its version count."""
         return bool(self._written) and value.number < self._written.get(storage_of(tensor), 0)
 
     def read(self, tensor: torch.Tensor) -> Value:
-        """What a tensor holds. Scans it if that is not known."""
+        """What a tensor holds. Scans the tensor if that is not known."""
         value = self.value(tensor)
         if value is not None and not value.is_unread:
             return value
         old = self._latest(tensor)
         value = self._values[id(tensor)] = Value(tensor, None, scan_of(tensor), self.count)
         if old is not None:
-            value.raw, value.base, value.is_apart = old.raw, old.base, old.is_apart
+            value.allocated_by, value.base = old.allocated_by, old.base
+            value.has_own_version = old.has_own_version
             if old.is_unread and value.versions[0] in old.versions:
                 value.maker = old.maker
-            elif value.versions[0] < 0:  # an inference tensor, most likely as it was
-                value.maker, value.via, value.base = old.maker, old.via or old, old.base or old
+            elif value.versions[0] < 0:  # an inference tensor: most likely nothing wrote it
+                value.maker, value.base = old.maker, old.base or old
+                value.bad_view = old.bad_view or old
             else:
-                old.is_consumed = True  # there is nothing left of it
+                old.is_consumed = True  # it is overwritten: nothing of it is left
                 value.is_rewritten = True
-                value.via = (old.base or old).via
+                value.bad_view = (old.base or old).bad_view
         return value
 
     def _note_write(self, tensor: torch.Tensor, info: OpInfo) -> None:
-        """An op is about to write a tensor, which may be the `data` of another one."""
+        """Notes that an op is about to write a tensor, which may be the `.data` of another one."""
         known = self._latest(tensor)
-        is_apart = known is None or known.is_apart or info.late
-        if is_apart or self._written:
+        has_own_version = known is None or known.has_own_version or info.late
+        if has_own_version or self._written:
             storage = storage_of(tensor)
-            if is_apart or storage in self._written:
+            if has_own_version or storage in self._written:
                 self._written[storage] = self.count
 
     def _take(
         self, event: Event, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]]:
-        """Notes what an op is about to read.
+        """Notes the operands of an op that is about to run.
 
         Returns:
             The tensors of `event.operands`, and those it is about to write, by argument.
@@ -218,17 +232,17 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         old = self._latest(tensor)
         if argument in info.fills and info.late:
             value = Value(tensor, event, None, event.number)
-            value.raw = event
+            value.allocated_by = event
         elif argument in info.fills and old is not None and old.is_unread:
             value = Value(tensor, event, None, event.number)
-            value.raw = old.raw
+            value.allocated_by = old.allocated_by
         else:
             value = Value(tensor, event, None if info.empty else scan_of(tensor), event.number)
-            value.raw = event if info.empty else None
+            value.allocated_by = event if info.empty else None
         if old is not None and old.base is not None:
-            value.base, value.is_apart = old.base, old.is_apart
+            value.base, value.has_own_version = old.base, old.has_own_version
             if isinstance(value.row, _C.PendingScan) or value.is_bad:
-                value.base.via = value
+                value.base.bad_view = value
         if value.versions[0] >= 0:
             value.versions = value.versions[0], value.versions[0] + 1
         self._values[id(tensor)] = value
@@ -237,16 +251,17 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _new(self, event: Event, info: OpInfo, x: torch.Tensor) -> Value:
         if info.empty or info.late:
             value = Value(x, event, None, event.number)
-            value.raw = event
+            value.allocated_by = event
         elif info.is_view and event.operands:
             base = event.operands[0][1]
             is_whole = shape_of(x).numel() == base.shape.numel()
             row = base.row if is_whole or base.is_unread else scan_of(x)
             value = Value(x, base.maker, row, event.number)
-            value.raw, value.taint, value.is_rewritten = base.raw, base.taint, base.is_rewritten
+            value.allocated_by, value.taint = base.allocated_by, base.taint
+            value.is_rewritten = base.is_rewritten
             value.base = base.base or base
-            value.is_apart = base.is_apart or info.name == _DETACH
-            value.versions += base.versions  # torch makes them share a count when the op is over
+            value.has_own_version = base.has_own_version or info.name == _DETACH
+            value.versions += base.versions  # torch makes them share a version count after the op
         else:
             value = Value(x, event, scan_of(x), event.number)
         return value
@@ -269,7 +284,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is not None and not event.recomputed:
             event.node = node.name(), node._sequence_nr()  # noqa: SLF001 - no public spelling
             event.outputs = self._outputs_of(node, event)
-            if frame is None and event.node[0] == _LEAF:  # it has no forward line, and no outputs
+            if frame is None and event.node[0] == _LEAF:  # this node has no forward op
                 frame = user_frame(here)
         else:
             thread.done = None
@@ -279,14 +294,21 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event.code, event.line = frame.f_code, frame.f_lineno
 
     def _note_forward(self, event: Event) -> None:
-        """The first op after a node was made is that node's; but an op in place may clone first."""
+        """Notes an op as the one that created the latest autograd node.
+
+        That is the first op after the node was created, or the second where the first is the clone
+        that an op in place makes of what it overwrites.
+        """
         key = threading.get_ident(), _sequence_number() - 1
         known = self.forward.get(key)
         if known is None or (event.info.written and known.info.name == "aten.clone.default"):
             self.forward[key] = event
 
     def _outputs_of(self, node: Any, event: Event) -> list[Value | None] | None:
-        """What a node returns: filled in when it is done. None: it is, and gradients are summed."""
+        """The list that gets the gradients of a node when the node is done.
+
+        None where the op only sums gradients: after a node is done, or before another one begins.
+        """
         thread, name = self.thread, event.node
         if thread.done == name:
             return None
@@ -315,7 +337,7 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named_tensors(argument: str, x: Any) -> tuple[tuple[str, torch.Tensor], ...]:
-    """The tensors of one argument, with names."""
+    """The tensors of one argument, with names such as "self" and "tensors[3]"."""
     if isinstance(x, torch.Tensor):
         return ((argument, x),)
     if isinstance(x, (list, tuple)) and x and not isinstance(x[0], _NUMBERS):

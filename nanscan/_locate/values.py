@@ -1,4 +1,4 @@
-"""What ops took and returned: events, and values of tensors between two writes."""
+"""Event: an op that ran. Value: what a tensor held between two writes to it."""
 
 from __future__ import annotations
 
@@ -21,37 +21,42 @@ _COUNTS = slice(8, 32)
 
 
 def counts_of(row: Record) -> bytes:
-    """Counts of NaN, +Inf and -Inf in a row."""
+    """The bytes of a row that count NaN, +Inf and -Inf."""
     return (row if isinstance(row, bytes) else row.tobytes())[_COUNTS]
 
 
 class Value:
-    """What a tensor held, from one write of it to the next.
+    """What a tensor held between two writes to it.
 
     Attributes:
-        ref: the tensor, weakly.
+        ref: weak reference to the tensor.
         address: of its data.
-        versions: of it, while this holds; several, as torch counts a write after the op is over.
-        row: a scan, done or under way; None: not floating point, or not scanned.
+        versions: the tensor's version counts while it held this. There are several, since torch
+            counts a write after the op is over.
+        row: a scan that is done or under way; None where the tensor is not floating point, or was
+            not scanned.
         moments: a second scan, with moments.
-        maker: the op that made it; None: it came from outside, or was written through a view.
-        raw: the op whose uninitialised memory it may be.
-        taint: why it is not finite; None: it is, or nobody asked.
-        base: what it is a view of.
-        via: what a view of it held last that was not finite, when it was written through that.
-        number: of the op at which this was noted.
-        is_apart: it may be the `data` of a tensor, or a view of that: a write of it counts no
-            version of that tensor.
-        is_consumed: an op took it, and returned floating-point values.
+        maker: the op that made it; None where it is older than the search, or was written through
+            a view.
+        allocated_by: the op that allocated its memory, if that may be uninitialised, or that
+            received into it from another process.
+        taint: where its non-finite values come from; None: it is finite, or was not judged.
+        base: the value that it is a view of.
+        bad_view: the last non-finite value that was written to it through a view.
+        number: of the op at which it was noted.
+        has_own_version: the tensor may be the `.data` of another one, or a view of that. A write to
+            it does not change the version count of the other tensor.
+        is_consumed: an op took it and returned floating-point values.
         is_rewritten: it was written through another view, or by code that is not seen.
     """
 
-    # Defaults here, not in __init__: one is made for each result of each op.
-    raw: Event | None = None
+    # Defaults are class attributes: one Value is made for each result of each op, so __init__ must
+    # be fast.
+    allocated_by: Event | None = None
     taint: Any = None
     base: Value | None = None
-    via: Value | None = None
-    is_apart = False
+    bad_view: Value | None = None
+    has_own_version = False
     is_rewritten = False
     is_consumed = False
 
@@ -60,7 +65,7 @@ class Value:
         version, self.address = state_of(tensor)
         self.versions: tuple[int, ...] = (version, version)
         self.row: Record | _C.PendingScan | None = row
-        # On a device every scan takes moments: later the tensor may be gone.
+        # On a device every scan takes moments, see scan_of.
         self.moments: Record | _C.PendingScan | None = None if row.__class__ is bytes else row
         self.maker = maker
         self.number = number
@@ -68,7 +73,7 @@ class Value:
 
     @property
     def counts(self) -> bytes:
-        """Counts of NaN, +Inf and -Inf. Waits for the scan."""
+        """Counts of NaN, +Inf and -Inf, as in a row. Waits for the scan."""
         row = self.row
         if row is None:
             return _CLEAN
@@ -78,8 +83,8 @@ class Value:
 
     @property
     def is_unread(self) -> bool:
-        """Whether it is uninitialised memory that nobody read yet."""
-        return self.raw is not None and self.row is None
+        """Whether it may be uninitialised memory, and no op has read it yet."""
+        return self.allocated_by is not None and self.row is None
 
     @property
     def is_bad(self) -> bool:
@@ -91,20 +96,23 @@ class Event:
     """One op that ran, and where.
 
     Attributes:
-        number: position in the order of execution.
-        operands: (argument's name, value before the op ran).
-        results: values after it.
-        settings: its other arguments, those that were given, by name.
-        code: of the user's line; None: not known.
-        line: its number.
+        number: position in the order of execution, from 1.
+        step: number of the step.
+        info: the op's schema.
+        operands: (argument's name, value before the op ran) of its tensors.
+        results: values after it, of tensors that it returned or wrote.
+        settings: by name, its other arguments that were given.
+        code: code object of the user's line that called it; None where it is not known.
+        line: number of that line.
         place: the innermost module that was running.
-        node: name and sequence number of the autograd node that ran it.
-        recomputed: it repeats a forward, for a checkpoint.
+        node: name and sequence number of the autograd node that ran it; None in a forward.
+        recomputed: it repeats a forward op inside of a backward, for a checkpoint.
         in_optimizer: an optimizer ran it.
-        outputs: gradients that the node returned; None: it does not run in one, or after it.
+        outputs: the gradients that the node returned, once it is done; None where the op does not
+            run in a node, or sums gradients after it.
     """
 
-    # Defaults here, not in __init__, as above.
+    # Class attributes, as in Value.
     code: CodeType | None = None
     line = 0
     place: ModulePlace | None = None
@@ -123,15 +131,15 @@ class Event:
 
 
 def state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Version and address of a tensor: what changes when it is written, or given other memory."""
+    """Version count and address of a tensor. A write changes one, other memory the other."""
     try:
         return tensor._version, tensor.data_ptr()  # noqa: SLF001 - no public spelling
-    except RuntimeError:  # an inference tensor, a sparse one, ...: it is scanned at every read
+    except RuntimeError:  # such as an inference tensor or a sparse one: it is scanned at every read
         return -1, 0
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Address of the memory that a tensor is a view of; 0 where it has none."""
+    """Address of the storage that a tensor is a view of; 0 where it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -139,12 +147,15 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """Of a nested tensor only that of its memory is a shape."""
+    """Shape of a tensor; of a nested tensor, the shape of all its values in one."""
     return tensor.values().shape if tensor.is_nested else tensor.shape
 
 
 def scan_of(tensor: torch.Tensor) -> Record | _C.PendingScan | None:
-    """A row; with moments where it cannot be looked at before the tensor is gone."""
+    """Scans a tensor. Returns None where it is not floating point, or cannot be scanned.
+
+    On a device with moments: when the row is there, the tensor may be gone.
+    """
     moments = tensor.is_cuda
     row: Record | _C.PendingScan | int = _scan_once(tensor, moments)
     if row.__class__ is bytes:  # the most frequent by far
@@ -157,7 +168,7 @@ def scan_of(tensor: torch.Tensor) -> Record | _C.PendingScan | None:
 
 
 def _scan_only_part(tensor: torch.Tensor, *, moments: bool) -> Record | _C.PendingScan | None:
-    """Of a subclass that wraps one tensor."""
+    """Scans the one plain tensor that a subclass wraps; None where it wraps none or several."""
     try:
         parts = plain_parts(tensor)
     except Unscannable:

@@ -8,168 +8,77 @@ import logging
 import os
 import random
 import shutil
-import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from nanscan._collect.names import Registry
+from nanscan._data.finding import Finding
+from nanscan._data.kept import PLAIN, TENSORS, KeptCall, KeptTensor
 from nanscan._data.places import ModulePlace, Place
 from nanscan._data.site import Kind, Site
-
-if TYPE_CHECKING:
-    from nanscan._data.finding import Finding
+from nanscan._data.text import type_name
+from nanscan._version import __version__
 
 _logger = logging.getLogger("nanscan")
 
 
 _MAX_SAVES = 3  # of one run
-_MAX_CALLS = 8  # outermost modules of one step whose last call is kept
-_MAX_DEPTH = 16  # of nested containers
 _MAX_STATE_BYTES = 1 << 30
 _CALL_FILE, _STATE_FILE, _TEXT_FILE = "call.pt", "state_dict.pt", "finding.txt"
 
-# What torch.load takes with weights_only=True, tensors and containers aside.
-_PLAIN = frozenset(
-    {type(None), bool, int, float, complex, str, bytes}
-    | {torch.dtype, torch.device, torch.layout, torch.Size}
-)
-_TENSORS = (torch.Tensor, nn.Parameter)
-
-
-@dataclass
-class _Kept:
-    """A tensor that went into a call, with its version then; None: torch counts none for it."""
-
-    tensor: torch.Tensor
-    version: int | None
-    path: str
-
-
-@dataclass
-class Call:
-    """How a call of an outermost module began.
-
-    Attributes:
-        module: the module.
-        args: positional arguments; containers are copies, with each tensor in a `_Kept`.
-        kwargs: keyword arguments.
-        rng: states of random number generators.
-        autocast: dtype by type of device, where autocast was on.
-        notes: what is special about arguments, by path.
-        steps: how many steps optimizers had taken.
-    """
-
-    module: weakref.ref[nn.Module]
-    args: Any
-    kwargs: Any
-    rng: dict[str, Any]
-    autocast: dict[str, torch.dtype]
-    notes: dict[str, str]
-    steps: int
-
 
 class Saver:
-    """Keeps how calls began, and writes one down when its step was bad.
+    """Writes down the first bad steps of a run.
 
     Args:
         folder: where to; made when first needed.
-        registry: places of modules.
+        steps: how many to write at most.
     """
 
-    def __init__(self, folder: Path, registry: Registry) -> None:
+    def __init__(self, folder: Path, steps: int = _MAX_SAVES) -> None:
         self._folder = folder
-        self._registry = registry
-        self._calls: dict[int, Call] = {}  # by id(module), latest last
-        self.steps = 0  # of optimizers
-        self._left = _MAX_SAVES
+        self._left = steps
         self.latest: Path | None = None  # what was written last
-        self._warned = False
+        self._has_warned = False
 
     @property
-    def calls(self) -> tuple[Call, ...]:
-        """The last call of each outermost module in this step."""
-        return tuple(self._calls.values())
+    def is_done(self) -> bool:
+        """Whether nothing more will be written."""
+        return self._left == 0
 
-    def knows(self, module: nn.Module) -> bool:
-        """Whether an earlier call of a module in this step would be forgotten for the next."""
-        return id(module) in self._calls
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An outermost module is about to run. Never raises."""
-        if self._left == 0:
-            return
-        self._calls.pop(id(module), None)
-        notes: dict[str, str] = {}
-        with self._troubles("keep the inputs of a step"):
-            self._calls[id(module)] = Call(
-                weakref.ref(module),
-                _structure(args, "args", notes),
-                _structure(kwargs, "kwargs", notes),
-                _rng_states(),
-                {
-                    kind: torch.get_autocast_dtype(kind)
-                    for kind in ("cpu", "cuda")
-                    if torch.is_autocast_enabled(kind)
-                },
-                notes,
-                self.steps,
-            )
-        while len(self._calls) > _MAX_CALLS:
-            del self._calls[next(iter(self._calls))]
-
-    def forget(self) -> None:
-        """The step is over."""
-        self._calls.clear()
-
-    def save(self, finding: Finding, place: Place | None, calls: tuple[Call, ...]) -> None:
+    def save(self, finding: Finding, place: Place | None, calls: tuple[KeptCall, ...]) -> None:
         """Writes down a bad step. Never raises.
 
         Args:
             finding: what was found.
-            place: where.
+            place: where; None: in no place that is known.
             calls: of that step.
+
+        Synchronization: waits for what it writes.
         """
-        if self._left == 0:
+        if self.is_done:
             return
         self._left -= 1
         with self._troubles(f"save step {finding.step}"):
-            target = self._write(finding, self._choose(place, calls))
-            self.latest = target
-            _logger.warning("nanscan: saved step %d to %s", finding.step, target)
+            self.latest = self._write(finding, _choose(place, calls))
+            _logger.warning("nanscan: saved step %d to %s", finding.step, self.latest)
 
-    def _choose(self, place: Place | None, calls: tuple[Call, ...]) -> Call | None:
-        """The last call of the outermost module in which something was found.
-
-        Of any, where that belongs to no module, such as the loss. None where that call is not
-        known, as when another thread ended the step in its midst.
-        """
-        for call in reversed(calls):
-            root = self._registry.places.get(id(call.module()))
-            if place is not None and root is not None and place.is_inside(root):
-                return call
-        while place is not None and place.parent is not None:
-            place = place.parent
-        return None if isinstance(place, ModulePlace) or not calls else calls[-1]
-
-    def _write(self, finding: Finding, call: Call | None) -> Path:
+    def _write(self, finding: Finding, call: KeptCall | None) -> Path:
         name = f"step-{finding.step}-rank-{finding.rank}"
         part = self._folder / f".{name}.{os.getpid()}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         try:
-            notes = (
-                {"": "the call in which it was found is not known"} if call is None else call.notes
-            )
+            unknown = {"": "the call in which it was found is not known"}
+            notes = dict(unknown if call is None else call.notes)
             module = call.module() if call is not None else None
             state = None if module is None else _state(module, notes)
-            if state is not None and call is not None and call.steps != self.steps:
+            if state is not None and call is not None and call.was_stepped():
                 notes["state_dict"] = "as it was after the optimizer's step that followed the call"
             content = {
                 "step": finding.step,
@@ -207,48 +116,35 @@ class Saver:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a disk, a container of the user's, pickle, ...
-            if not self._warned:
-                self._warned = True
+            if not self._has_warned:
+                self._has_warned = True
                 inner = error.__context__  # torch hides why it could not write
                 why = inner if isinstance(inner, OSError) else error
                 _logger.warning("nanscan: could not %s: %s: %s", what, type(why).__name__, why)
 
 
-def _structure(x: Any, path: str, notes: dict[str, str], depth: int = 0) -> Any:
-    """Containers copied, tensors in a `_Kept`, and None for what cannot be loaded, with a note."""
-    kind = type(x)
-    if kind in _PLAIN:
-        return x
-    if kind in _TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x):  # noqa: SLF001
-        return _Kept(x, None if x.is_inference() else x._version, path)  # noqa: SLF001
-    if depth < _MAX_DEPTH:
-        if isinstance(x, (tuple, list)):
-            plain: Any = list if isinstance(x, list) else tuple
-            if kind is not plain:
-                notes[path] = f"a {_type_name(x)}, kept as a {plain.__name__}"
-            return plain(
-                _structure(item, f"{path}[{i}]", notes, depth + 1) for i, item in enumerate(x)
-            )
-        if isinstance(x, Mapping) and all(type(key) in _PLAIN for key in x):
-            if kind not in (dict, OrderedDict):
-                notes[path] = f"a {_type_name(x)}, kept as a dict"
-            pairs = (
-                (key, _structure(value, f"{path}[{key!r}]", notes, depth + 1))
-                for key, value in x.items()
-            )
-            return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
-    notes[path] = f"a {_type_name(x)}: left out"
-    return None
+def _choose(place: Place | None, calls: tuple[KeptCall, ...]) -> KeptCall | None:
+    """The last call of the outermost module in which something was found.
+
+    Of any, where that belongs to no module, such as the loss. None where that call is not
+    known, as when another thread ended the step in its midst.
+    """
+    for call in reversed(calls):
+        if place is not None and call.place is not None and place.is_inside(call.place):
+            return call
+    while place is not None and place.parent is not None:
+        place = place.parent
+    return None if isinstance(place, ModulePlace) or not calls else calls[-1]
 
 
 def _content(x: Any, notes: dict[str, str], done: dict[int, torch.Tensor] | None = None) -> Any:
     """What `_structure` made, with tensors, and None for those that are not what they were."""
     done = {} if done is None else done
-    if isinstance(x, (tuple, list)) and type(x) not in _PLAIN:
+    if isinstance(x, (tuple, list)) and type(x) not in PLAIN:
         return type(x)(_content(item, notes, done) for item in x)
     if isinstance(x, dict):
         return type(x)((key, _content(value, notes, done)) for key, value in x.items())
-    if not isinstance(x, _Kept):
+    if not isinstance(x, KeptTensor):
         return x
     if x.version is None:
         notes[x.path] = "an inference tensor: torch cannot tell whether it was changed since"
@@ -294,31 +190,13 @@ def _state(module: nn.Module, notes: dict[str, str]) -> dict[str, Any] | None:
     done: dict[int, torch.Tensor] = {}
     state = {}
     for name, x in tensors.items():
-        if type(x) not in _TENSORS:
-            notes[f"state_dict[{name!r}]"] = f"a {_type_name(x)}: left out"
+        if type(x) not in TENSORS:
+            notes[f"state_dict[{name!r}]"] = f"a {type_name(x)}: left out"
             continue
         if id(x) not in done:
             done[id(x)] = _compact(x)
         state[name] = done[id(x)].detach()
     return state
-
-
-def _rng_states() -> dict[str, Any]:
-    """Synchronization: none, the states of CUDA are on the host."""
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - what users' code draws from
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": _cuda_rng_states(),
-        "python": random.getstate(),
-        "numpy": numpy,
-    }
-
-
-def _cuda_rng_states() -> dict[int, torch.Tensor]:
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if not initialized or torch.cuda.is_current_stream_capturing():
-        return {}
-    return {i: torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
 
 
 def _listed(x: Any) -> Any:
@@ -329,13 +207,7 @@ def _listed(x: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    from nanscan import __version__  # noqa: PLC0415 - the package imports this module
-
     return {"nanscan": __version__, "torch": str(torch.__version__)}
-
-
-def _type_name(x: object) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
 
 @dataclass

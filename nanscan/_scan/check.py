@@ -11,6 +11,7 @@ from nanscan import _C
 from nanscan._data.dtypes import DTYPES
 from nanscan._data.errors import NonFiniteError
 from nanscan._data.result import ScanResult, describe
+from nanscan._data.text import dtype_name, type_name
 from nanscan._scan.dispatch import scan_anywhere
 from nanscan._scan.unwrap import Unscannable, plain_parts, reason
 
@@ -46,7 +47,7 @@ def _check_other(x: torch.Tensor, status: int, *, moments: bool) -> ScanResult:
     """Everything the core does not take as it is: unwraps it, or says what is wrong."""
     if not isinstance(x, torch.Tensor):
         hint = "; check_many takes containers" if isinstance(x, (list, tuple, dict)) else ""
-        raise TypeError(f"nanscan: expected a torch.Tensor, got {_type_name(x)}{hint}")
+        raise TypeError(f"nanscan: expected a torch.Tensor, got {type_name(x)}{hint}")
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"nanscan: expected a floating-point tensor, got {x.dtype}")
     if x.dtype not in DTYPES:
@@ -68,11 +69,11 @@ def _check_parts(x: torch.Tensor, *, moments: bool) -> ScanResult:
     try:
         parts = plain_parts(x)
     except Unscannable as why:
-        raise TypeError(f"nanscan: cannot scan this {_type_name(x)}: {why}") from None
+        raise TypeError(f"nanscan: cannot scan this {type_name(x)}: {why}") from None
     if len(parts) != 1:
         names = ", ".join(name for name, _ in parts) or "none"
         raise TypeError(
-            f"nanscan: a {_type_name(x)} has several or no floating-point parts ({names}); "
+            f"nanscan: a {type_name(x)} has several or no floating-point parts ({names}); "
             "check them one by one"
         )
     plain = parts[0][1]
@@ -80,16 +81,11 @@ def _check_parts(x: torch.Tensor, *, moments: bool) -> ScanResult:
     if not isinstance(row, int):
         return ScanResult(row, tuple(plain.shape), plain.dtype, moments=moments)
     kind = ValueError if row == _C.NO_DATA else TypeError
-    raise kind(f"nanscan: cannot scan this {_type_name(x)}: {reason(plain, row)}")
-
-
-def _type_name(x: object) -> str:
-    module, name = type(x).__module__, type(x).__qualname__
-    return name if module == "builtins" else f"{module}.{name}"
+    raise kind(f"nanscan: cannot scan this {type_name(x)}: {reason(plain, row)}")
 
 
 def _dtype_names() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    return ", ".join(dtype_name(dtype) for dtype in DTYPES)
 
 
 def check_many(tensors: Any, *, moments: bool = False) -> Any:

@@ -7,24 +7,21 @@ writes the files.
 
 import dataclasses
 import os
-import re
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import nanscan
+from helpers.text import without_numbers
 
 FOLDER = Path(__file__).parent.parent / "golden"
 MODE = os.environ.get("NANSCAN_GOLDEN", "")
 HEAD = "=== "
 
 _written: dict[str, dict[str, str]] = defaultdict(dict)
-
-
-def without_numbers(text: str) -> str:
-    """Numbers replaced, white space (which depends on their width) collapsed."""
-    return re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text))
 
 
 def read(path: Path) -> dict[str, str]:
@@ -75,3 +72,16 @@ def golden_files():
     for file, reports in _written.items():
         sections = [f"{HEAD}{name}\n{text}" for name, text in sorted(reports.items())]
         (FOLDER / f"{file}.txt").write_text("\n".join(sections), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def photographs():
+    """[64, 14700] pixels, 0 to 255."""
+    from sklearn.datasets import load_sample_images
+    from sklearn.feature_extraction.image import extract_patches_2d
+
+    patches = [
+        extract_patches_2d(image, (70, 70), max_patches=32, random_state=0)
+        for image in load_sample_images().images
+    ]
+    return torch.tensor(np.concatenate(patches).reshape(64, -1))

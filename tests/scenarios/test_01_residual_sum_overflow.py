@@ -6,14 +6,14 @@ The addition is no module: it is named by the two convolutions that it lies betw
 import numpy as np
 import pytest
 import torch
-from located import marked
-from models import no_trace
 from sklearn.datasets import load_sample_images
 from sklearn.feature_extraction.image import extract_patches_2d
 from torch import nn
 from torch.nn import functional as F
 
 import nanscan
+from helpers.located import marked
+from helpers.models import SCOPES, no_trace
 from nanscan import Site
 
 
@@ -82,7 +82,7 @@ def _train(patches, scope, dtype=torch.float16, steps=500):
     return monitor
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_sum_between_the_two_convolutions_is_named(patches, scope, num_threads):
     num_threads(1)
     monitor = _train(patches, scope)
@@ -132,7 +132,7 @@ def test_the_sum_between_the_two_convolutions_is_named(patches, scope, num_threa
     assert [c.title for c in warned[0].causes] == ["values grow towards the largest float16"]
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_bfloat16_goes_on(patches, scope, num_threads):
     num_threads(1)
     monitor = _train(patches, scope, torch.bfloat16, steps=20)

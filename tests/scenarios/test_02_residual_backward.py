@@ -7,14 +7,14 @@ that backward reached first with a bad gradient.
 import numpy as np
 import pytest
 import torch
-from located import marked
-from models import no_trace
 from sklearn.datasets import load_sample_images
 from sklearn.feature_extraction.image import extract_patches_2d
 from torch import nn
 from torch.nn import functional as F
 
 import nanscan
+from helpers.located import marked
+from helpers.models import SCOPES, no_trace
 from nanscan import Site
 from nanscan._data.site import DEFAULT_KINDS, KINDS
 
@@ -87,7 +87,7 @@ def _train(patches, scope, kinds, gain):
     return monitor, bad
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_first_bad_gradient_is_named(patches, scope, num_threads):
     num_threads(1)
     monitor, bad = _train(patches, scope, KINDS, GAIN)
@@ -107,7 +107,7 @@ def test_the_first_bad_gradient_is_named(patches, scope, num_threads):
     assert f"finite values up to {first.stats.absmax:,.0f} beside it" in first.causes[0].evidence
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_by_default_the_first_bad_parameter_gradient_is_named(patches, scope, num_threads):
     num_threads(1)
     monitor, bad = _train(patches, scope, DEFAULT_KINDS, GAIN)
@@ -121,7 +121,7 @@ def test_by_default_the_first_bad_parameter_gradient_is_named(patches, scope, nu
     assert first.unlikely == ["bad input batch: every input of the step is finite, absmax 0.001"]
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_smaller_weights_are_clean(patches, scope, num_threads):
     num_threads(1)
     monitor, bad = _train(patches, scope, KINDS, 8.0)

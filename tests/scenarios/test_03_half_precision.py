@@ -3,25 +3,11 @@
 The first batch is fine and so are its gradients; the first optimizer step makes the parameters NaN.
 """
 
-import numpy as np
-import pytest
 import torch
-from models import no_trace, train, verdicts
-from sklearn.datasets import load_sample_images
-from sklearn.feature_extraction.image import extract_patches_2d
 from torch import nn
 
 import nanscan
-
-
-@pytest.fixture(scope="module")
-def photographs():
-    """[64, 14700] pixels, 0 to 255."""
-    patches = [
-        extract_patches_2d(image, (70, 70), max_patches=32, random_state=0)
-        for image in load_sample_images().images
-    ]
-    return torch.tensor(np.concatenate(patches).reshape(64, -1))
+from helpers.models import SCOPES, no_trace, train, verdicts
 
 
 def _train(x, dtype, eps=1e-8, scope="model"):
@@ -39,7 +25,7 @@ def _train(x, dtype, eps=1e-8, scope="model"):
     return monitor
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_first_optimizer_step_makes_it(photographs, scope):
     with no_trace():
         monitor = _train(photographs, torch.float16, scope=scope)

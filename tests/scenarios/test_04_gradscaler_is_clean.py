@@ -2,25 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from models import no_trace, train
-from sklearn.datasets import load_sample_images
-from sklearn.feature_extraction.image import extract_patches_2d
 from torch import nn
 
 import nanscan
-
-
-@pytest.fixture(scope="module")
-def photographs():
-    """[64, 14700] pixels, 0 to 255."""
-    patches = [
-        extract_patches_2d(image, (70, 70), max_patches=32, random_state=0)
-        for image in load_sample_images().images
-    ]
-    return torch.tensor(np.concatenate(patches).reshape(64, -1)).float()
+from helpers.models import SCOPES, no_trace, train
 
 
 def _model():
@@ -31,7 +18,7 @@ def _model():
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_autocast_with_a_scaler(photographs, scope, unscale, num_threads):
     num_threads(1)
     model = _model()
@@ -41,7 +28,7 @@ def test_autocast_with_a_scaler(photographs, scope, unscale, num_threads):
     target = model if scope == "model" else None
     with no_trace(), nanscan.watch(target, action="raise") as monitor:
         for step in range(24):
-            x = photographs[step % 4 * 16 :][:16]
+            x = photographs[step % 4 * 16 :][:16].float()
             with torch.autocast("cpu", torch.float16):
                 loss = nn.functional.mse_loss(model(x).float(), torch.full((16, 1), 0.5))
             optimizer.zero_grad()
@@ -68,7 +55,7 @@ def test_autocast_with_a_scaler(photographs, scope, unscale, num_threads):
     assert monitor._step == 24
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_scaled_images_in_float32(photographs, scope, num_threads):
     num_threads(1)
     model = _model()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from located import marked
-from models import infer, no_trace
 from torch import nn
 
 import nanscan
+from helpers.located import marked
+from helpers.models import infer, no_trace
 
 
 class Block(nn.Module):

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from models import infer, no_trace
 from torch import nn
 
 import nanscan
+from helpers.models import SCOPES, infer, no_trace
 
 LAYERS, TOP = 8, 62_700.0
 
@@ -48,7 +48,7 @@ def _input():
     return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_near_the_limit_with_its_trend_and_no_fault(model, scope):
     steps = np.linspace(0.3, 1.0, 12)
     weights = [layer.wo.weight.detach().clone() for layer in model]
@@ -85,7 +85,7 @@ def test_near_the_limit_with_its_trend_and_no_fault(model, scope):
     assert monitor.healthy
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_bfloat16_is_far_from_its_limit(model, scope):
     model.bfloat16()
     with no_trace(), nanscan.watch(model if scope == "model" else None) as monitor:

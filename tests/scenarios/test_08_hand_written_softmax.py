@@ -1,11 +1,11 @@
 """Scenario 8: a softmax by hand of an all -Inf row; scaled_dot_product_attention gets it right."""
 
 import torch
-from located import marked
-from models import no_trace
 from torch.nn import functional as F
 
 import nanscan
+from helpers.located import marked
+from helpers.models import no_trace
 
 VISIBLE = torch.ones(4, 4).tril(-1).bool()  # the first row sees nothing
 

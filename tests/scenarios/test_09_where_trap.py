@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from located import marked
-from models import no_trace, train
 from torch import nn
 
 import nanscan
+from helpers.located import marked
+from helpers.models import SCOPES, no_trace, train
 
 
 class Root(nn.Module):
@@ -35,7 +35,7 @@ def _train(scope, *, safe):
     return monitor, losses
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_backward_makes_it(scope):
     monitor, losses = _train(scope, safe=False)
     assert losses[0] < 100
@@ -50,7 +50,7 @@ def test_backward_makes_it(scope):
     assert "torch.where(x > 0, x, 1)" in cause.remedy
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_remedy_is_clean(scope):
     monitor, _ = _train(scope, safe=True)
     assert monitor.findings == []

@@ -1,11 +1,11 @@
 """Scenario 10: sqrt((x ** 2).sum()) at 0: its backward divides by zero."""
 
 import torch
-from located import marked
-from models import no_trace
 from torch import nn
 
 import nanscan
+from helpers.located import marked
+from helpers.models import no_trace
 
 
 class Length(nn.Module):

@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from located import marked
-from models import no_trace
 from torch import nn
 
 import nanscan
+from helpers.located import marked
+from helpers.models import no_trace
 
 
 class Whiten(nn.Module):

@@ -1,11 +1,11 @@
 """Scenario 12: (p * p.log()).sum() with p = 0 is 0 * -Inf."""
 
 import torch
-from located import marked
-from models import no_trace
 from torch import nn
 
 import nanscan
+from helpers.located import marked
+from helpers.models import no_trace
 
 
 class Entropy(nn.Module):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from located import marked
-from models import no_trace, train
 from torch import nn
 
 import nanscan
+from helpers.located import marked
+from helpers.models import no_trace, train
 from nanscan._data.site import DEFAULT_KINDS
 
 SCOPES = pytest.mark.parametrize("scope", ["model", "global"])

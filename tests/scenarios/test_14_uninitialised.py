@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import batch, infer, no_trace, train
 from torch import nn
 
 import nanscan
+from helpers.models import SCOPES, batch, infer, no_trace, train
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def _materialise():
 
 @pytest.mark.usefixtures("empty_is_nan")
 @pytest.mark.parametrize("mode", ["infer", "train"])
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_parameters_are_named_before_the_first_forward(scope, mode):
     model = _materialise()
     with no_trace(), nanscan.watch(model if scope == "model" else None, action="log") as monitor:
@@ -52,7 +52,7 @@ def test_the_parameters_are_named_before_the_first_forward(scope, mode):
 
 
 @pytest.mark.usefixtures("empty_is_nan")
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_remedy_is_clean(scope):
     model = _materialise()
     for module in model:
@@ -63,7 +63,7 @@ def test_the_remedy_is_clean(scope):
     assert monitor.findings == []
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_absurd_parameters_are_near_the_limit(scope):
     model = _materialise()
     for parameter in model.parameters():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import no_trace
 from torch import nn
 from torch.nn import functional as F
 
 import nanscan
+from helpers.models import SCOPES, no_trace
 from nanscan import Site
 
 QUIET = 60  # steps in which nothing is learnt, and the scale doubles
@@ -35,7 +35,7 @@ def _train(scope, action="log", **options):
     return monitor, scales
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_skipped_steps_in_a_row_are_a_fault(scope, num_threads):
     num_threads(1)
     monitor, scales = _train(scope, max_skips=8)
@@ -60,14 +60,14 @@ def test_skipped_steps_in_a_row_are_a_fault(scope, num_threads):
     assert monitor.healthy
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_it_is_said_by_default_too(scope, num_threads):
     num_threads(1)
     monitor, _ = _train(scope)
     assert [f.verdict for f in monitor.findings].count("persistent-overflow") == 1
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_it_can_be_raised(scope):
     with pytest.raises(nanscan.NonFiniteError, match="skipped 8 steps in a row") as caught:
         _train(scope, action="raise", max_skips=8)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import no_trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanscan
+from helpers.models import SCOPES, no_trace
 
 BAD_STEP = 37
 
@@ -19,7 +19,7 @@ def _dataset():
 
 
 @pytest.mark.parametrize("criterion_is_watched", [False, True])
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_input_of_the_model_is_named(scope, criterion_is_watched):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))

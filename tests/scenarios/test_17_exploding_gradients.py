@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import no_trace
 from torch import nn
 
 import nanscan
+from helpers.models import SCOPES, no_trace
 from nanscan import Site
 
 GROWTH = 1.4  # of the error, each step
@@ -42,7 +42,7 @@ def _train(scope, growth, steps=40):
     return monitor, bad
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_gradient_is_named_and_its_growth_told(scope, num_threads):
     num_threads(1)
     monitor, bad = _train(scope, GROWTH)
@@ -72,7 +72,7 @@ def test_the_gradient_is_named_and_its_growth_told(scope, num_threads):
     assert warned[0].causes[0].title == rate.title  # said before it happened
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_a_lower_rate_is_clean(scope, num_threads):
     num_threads(1)
     monitor, bad = _train(scope, -0.5)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import no_trace
 from torch import nn
 
 import nanscan
+from helpers.models import SCOPES, no_trace
 from nanscan import Site
 
 
@@ -41,7 +41,7 @@ def _train(scope, norm, *, constant):
 
 
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_normalisation_is_named(scope, kind):
     monitor = _train(scope, NORMS[kind](), constant=True)
     first = monitor.findings[0]
@@ -63,12 +63,12 @@ def test_the_normalisation_is_named(scope, kind):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.GroupNorm(3, 3)])
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_the_remedy_is_clean(scope, norm):
     assert _train(scope, norm, constant=True).findings == []
 
 
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_channels_that_vary_are_clean(scope, kind):
     assert _train(scope, NORMS[kind](), constant=False).findings == []

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import no_trace, train
 from torch import nn
 
 import nanscan
+from helpers.models import SCOPES, no_trace, train
 
 
 class Decoder(nn.Module):
@@ -33,7 +33,7 @@ def _one_thread(num_threads):
 
 
 @pytest.mark.parametrize("fill", [float("-inf"), torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_nothing_is_found(scope, fill):
     torch.manual_seed(0)
     model = Decoder()
@@ -63,7 +63,7 @@ def test_nothing_is_found(scope, fill):
     assert "Decoder input[0]" not in sites  # integers
 
 
-@pytest.mark.parametrize("scope", ["model", "global"])
+@SCOPES
 def test_masked_inference_is_clean(scope):
     torch.manual_seed(0)
     model = Decoder().eval()

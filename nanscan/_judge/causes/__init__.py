@@ -6,14 +6,10 @@ unless they are there. "No likely cause found" is an answer.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
-import torch
+import itertools
 
 from nanscan._data.cause import Cause
-from nanscan._data.rules import ask
-from nanscan._data.text import name_of, number
+from nanscan._data.rules import Rule, answers
 from nanscan._judge.causes.forward import (
     bad_input_batch,
     branches_of_different_scale,
@@ -41,18 +37,21 @@ from nanscan._judge.causes.optimizer import (
     uninitialised_parameter,
     update_too_large,
 )
-from nanscan._judge.facts import Facts
-from nanscan._judge.judge import Judged
-
-Rule = Callable[[Judged, Facts], Cause | None]
-Suspicion = Callable[[Judged, Facts], str | None]
+from nanscan._judge.causes.refuted import (
+    not_exploding,
+    not_overflow_of_gradients,
+    not_overflow_of_values,
+    not_the_batch,
+    not_this_gradient,
+)
+from nanscan._judge.evidence import Evidence
 
 _MAX_CAUSES = 3
 _MAX_UNLIKELY = 2
 
 # Best first: what is certain where it applies, then what was going on in the steps before, then
 # what the place itself shows, then conditions that favour trouble.
-_RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[Evidence, Cause], ...] = (
     uninitialised_parameter,
     adam_eps_rounds_to_zero,
     second_moment_overflow,
@@ -76,74 +75,26 @@ _RULES: tuple[Rule, ...] = (
     trained_in_half_precision,
 )
 
+# In this order for every kind: a suspicion that does not concern a kind is left out.
+SUSPICIONS: tuple[Rule[Evidence, str], ...] = (
+    not_overflow_of_gradients,
+    not_this_gradient,
+    not_the_batch,
+    not_exploding,
+    not_overflow_of_values,
+)
 
-def causes(judged: Judged, facts: Facts) -> list[Cause]:
+
+def causes(e: Evidence) -> list[Cause]:
     """Up to three likely causes, best first. What was handed on has its cause where it began."""
-    explains = ("origin", "near-limit", "persistent-overflow")
-    if judged.finding.verdict not in explains and not judged.from_outside:
-        return []
-    rules = _RULES[:1] if judged.untrained else _RULES  # nothing else has happened yet
-    found = [ask(rule, judged, facts) for rule in rules]
-    return [cause for cause in found if cause is not None][:_MAX_CAUSES]
+    if e.record.spoiled:
+        return []  # no numbers of ours explain what other code did to a parameter
+    rules = RULES[:1] if e.record.is_untrained else RULES  # nothing else has happened yet
+    return [*itertools.islice(answers(rules, e), _MAX_CAUSES)]
 
 
-def unlikely(judged: Judged, facts: Facts) -> list[str]:
+def unlikely(e: Evidence) -> list[str]:
     """Common suspicions that the numbers refute, the first two."""
-    if judged.finding.verdict not in ("origin", "persistent-overflow") or judged.untrained:
+    if e.record.spoiled or e.record.is_untrained:
         return []
-    suspicions = _SUSPICIONS.get(judged.finding.site.kind, (_not_the_batch,))
-    found = [ask(suspicion, judged, facts) for suspicion in suspicions]
-    return [text for text in found if text is not None][:_MAX_UNLIKELY]
-
-
-def _not_the_batch(judged: Judged, _: Facts) -> str | None:
-    inputs = [stats for _, stats in judged.inputs_from_outside]
-    if not inputs or not all(stats.is_finite for stats in inputs):
-        return None
-    top = max((stats.absmax or 0.0 for stats in inputs), default=0.0)
-    return f"bad input batch: every input of the step is finite, absmax {number(top)}"
-
-
-def _not_exploding(judged: Judged, facts: Facts) -> str | None:
-    gradients = facts.gradients
-    if len(gradients) < 4 or gradients.growth > 2 or gradients.early == 0:  # noqa: PLR2004
-        return None
-    if judged.node.kind == "grad" and judged.finding.stats.inf_count:
-        return None
-    return f"exploding gradients: their absmax went {gradients}"
-
-
-def _not_this_gradient(judged: Judged, _: Facts) -> str | None:
-    """Of a parameter: its square fits, so that no moment of it overflows."""
-    gradients = [stats for site, stats in judged.finding.given if site.kind == "grad"]
-    limit = torch.finfo(judged.finding.dtype).max
-    top = max((stats.absmax or 0.0 for stats in gradients), default=math.inf)
-    if top * top > limit:
-        return None
-    return f"exploding gradients: the gradient is finite, absmax {number(top)}"
-
-
-def _not_overflow(judged: Judged, facts: Facts) -> str | None:
-    """Where even the exponential of the largest value that was seen is far from the limit."""
-    dtype = facts.narrowest
-    scanned, bad, top = facts.forward_before(judged.node.row)
-    top = max([top, *(size for _, size in facts.gradients_by_module(judged.node.row))])
-    limit = float(torch.finfo(dtype).max)
-    if judged.finding.stats.inf_count or bad or not scanned or top > math.log(limit) / 2:
-        return None
-    return (
-        f"overflow: finite values of the step reach {number(top)}; {name_of(dtype)} ends at "
-        f"{number(limit)}"
-    )
-
-
-_SUSPICIONS: dict[str, tuple[Suspicion, ...]] = {
-    "grad": (_not_overflow, _not_the_batch, _not_exploding),
-    "grad_output": (_not_overflow, _not_the_batch, _not_exploding),
-    "param": (_not_this_gradient, _not_the_batch),
-    "state": (_not_the_batch,),
-    "input": (_not_the_batch, _not_exploding, _not_overflow),
-    "output": (_not_the_batch, _not_exploding, _not_overflow),
-    "loss": (_not_the_batch, _not_exploding, _not_overflow),
-    "probe": (_not_the_batch, _not_exploding, _not_overflow),
-}
+    return [*itertools.islice(answers(SUSPICIONS, e), _MAX_UNLIKELY)]

@@ -13,22 +13,22 @@ from nanscan._data.cause import Cause
 from nanscan._data.dtypes import rounds_to_zero
 from nanscan._data.finding import Seen
 from nanscan._data.result import ScanResult
-from nanscan._data.site import Site
-from nanscan._data.text import name_of, number
-from nanscan._judge.facts import Facts, is_mask
-from nanscan._judge.judge import Judged
+from nanscan._data.site import Kind, Site
+from nanscan._data.text import dtype_name, number
+from nanscan._judge.evidence import Evidence, is_mask
+from nanscan._judge.rule import rule
 
 _FAR_FROM_UNIT_SCALE = 50.0
 _RECENT = 8  # steps that tell the pace of a growth
 _HALF = (torch.float16, torch.bfloat16)
-_VALUES = ("input", "output", "loss", "probe")
 
 
-def bad_input_batch(judged: Judged, _: Facts) -> Cause | None:
+@rule(verdicts=("propagated",))
+def bad_input_batch(e: Evidence) -> Cause | None:
     """An input that the caller handed in was bad."""
-    if not judged.from_outside:
+    if not e.from_outside:
         return None
-    finding = judged.finding
+    finding = e.finding
     return Cause(
         "the batch was bad before the model saw it",
         f"{finding.site} came from the caller with {finding.stats.nonfinite_count:,} non-finite of "
@@ -41,15 +41,14 @@ def bad_input_batch(judged: Judged, _: Facts) -> Cause | None:
 # -- overflow --------------------------------------------------------------------------------------
 
 
-def overflow(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind.is_forward)
+def overflow(e: Evidence) -> Cause | None:
     """Inf, where finite values were near the limit, now or in the steps before."""
-    finding, stats = judged.finding, judged.finding.stats
-    if finding.verdict != "origin" or finding.site.kind not in _VALUES:
-        return None
+    stats = e.stats
     if not stats.inf_count or stats.dtype.is_complex:
         return None
-    limit, dtype = torch.finfo(stats.dtype).max, name_of(stats.dtype)
-    past = facts.trend(judged.node.row)
+    limit, dtype = torch.finfo(stats.dtype).max, dtype_name(stats.dtype)
+    past = e.trend
     reached = max(stats.absmax or 0.0, past.last if past else 0.0)
     if reached < limit / 16:
         return None
@@ -69,12 +68,13 @@ def _more_range(dtype: torch.dtype) -> str:
     return "rescale or normalise what feeds this place"
 
 
-def growing_to_the_limit(judged: Judged, facts: Facts) -> Cause | None:
+@rule(verdicts=("near-limit",))
+def growing_to_the_limit(e: Evidence) -> Cause | None:
     """Near the limit, with a trend that reaches it."""
-    finding = judged.finding
-    if finding.verdict != "near-limit" or finding.dtype.is_complex:
+    finding = e.finding
+    if finding.dtype.is_complex:
         return None
-    trend = facts.trend(judged.node.row).and_now(finding.stats.absmax)
+    trend = e.trend.and_now(finding.stats.absmax)
     recent = trend.values[-_RECENT:]
     if len(recent) < 3 or recent[0] <= 0 or trend.growth < 1.2:  # noqa: PLR2004
         return None
@@ -84,22 +84,23 @@ def growing_to_the_limit(judged: Judged, facts: Facts) -> Cause | None:
         return None
     steps = max(math.ceil(math.log(limit / trend.last) / math.log(pace)), 1)
     return Cause(
-        f"values grow towards the largest {name_of(finding.dtype)}",
+        f"values grow towards the largest {dtype_name(finding.dtype)}",
         f"absmax went {trend}, of late {pace:.3g}-fold a step; so it passes {limit:g} in "
         + ("the next step" if steps == 1 else f"{steps:,} steps"),
         _more_range(finding.dtype),
     )
 
 
-def branches_of_different_scale(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind.is_forward)
+def branches_of_different_scale(e: Evidence) -> Cause | None:
     """Two finite tensors of the result's shape, whose sum does not fit."""
-    finding, stats = judged.finding, judged.finding.stats
-    if finding.verdict != "origin" or finding.site.kind not in _VALUES or not stats.inf_count:
+    stats = e.stats
+    if not stats.inf_count:
         return None
-    module = facts.module(judged) if finding.site.kind == "output" else None
+    module = e.layer
     if module is not None and type(module).__module__.startswith("torch.nn.modules."):
         return None  # a layer of torch adds no branches
-    alike, limit = facts.alike_before(judged.node.row), torch.finfo(stats.dtype).max
+    alike, limit = e.step.alike_before(e.row), torch.finfo(stats.dtype).max
     if len(alike) < 2 or stats.dtype.is_complex:  # noqa: PLR2004
         return None
     last = alike[-1]  # what ran last is there for what comes next
@@ -109,8 +110,8 @@ def branches_of_different_scale(judged: Judged, facts: Facts) -> Cause | None:
     other = others[0]  # a branch is left where it begins
     also = f" ({others[-1][0]} is as large)" if len(others) > 1 else ""
     return Cause(
-        f"two branches meet here, and their sum does not fit into {name_of(stats.dtype)}",
-        f"absmax of {_with_growth(other, facts)}{also}, that of {_with_growth(last, facts)}; "
+        f"two branches meet here, and their sum does not fit into {dtype_name(stats.dtype)}",
+        f"absmax of {_with_growth(other, e)}{also}, that of {_with_growth(last, e)}; "
         f"their sum can reach {number(_largest_sum(other, last))}, the largest is {limit:g}",
         "bring both to one scale before they meet, norm(x) + branch, or damp one, "
         "x + 0.1 * branch; or add in float32: x.float() + branch.float()",
@@ -122,19 +123,20 @@ def _largest_sum(a: Seen, b: Seen) -> float:
     return max((a[1].max or 0.0) + (b[1].max or 0.0), -(a[1].min or 0.0) - (b[1].min or 0.0))
 
 
-def _with_growth(seen: Seen, facts: Facts) -> str:
+def _with_growth(seen: Seen, e: Evidence) -> str:
     site, stats = seen
-    trend = facts.trend_at(site).and_now(stats.absmax)
+    trend = e.step.trend_at(site).and_now(stats.absmax)
     return f"{site} went {trend}" if len(trend) > 1 else f"{site} is {number(trend.last)}"
 
 
-def far_from_unit_scale(judged: Judged, facts: Facts) -> Cause | None:
+@rule()
+def far_from_unit_scale(e: Evidence) -> Cause | None:
     """Raw pixels or the like, in 16 bits or where gradients explode."""
-    half = judged.finding.dtype in _HALF
-    if judged.finding.verdict != "origin" or not (half or facts.gradients.explodes):
+    half = e.finding.dtype in _HALF
+    if not (half or e.step.gradients.explodes):
         return None
     largest: tuple[Site, float] | None = None
-    for site, stats in judged.inputs_from_outside:
+    for site, stats in e.inputs_from_outside:
         if stats.absmax is None or is_mask(stats.min, stats.max):
             continue
         if largest is None or stats.absmax > largest[1]:
@@ -152,11 +154,11 @@ def far_from_unit_scale(judged: Judged, facts: Facts) -> Cause | None:
 # -- layers and losses -----------------------------------------------------------------------------
 
 
-def zero_variance(judged: Judged, facts: Facts) -> Cause | None:
+@rule()
+def zero_variance(e: Evidence) -> Cause | None:
     """A normalisation whose eps is 0 has nothing to divide by where all values are one."""
-    finding, stats = judged.finding, judged.finding.stats
-    module = facts.module(judged) if finding.site.kind == "output" else None
-    if module is None or finding.verdict != "origin" or "Norm" not in type(module).__name__:
+    stats, module = e.stats, e.layer
+    if module is None or "Norm" not in type(module).__name__:
         return None
     eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     of_torch = isinstance(module, (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm))
@@ -171,21 +173,20 @@ def zero_variance(judged: Judged, facts: Facts) -> Cause | None:
     kind = type(module).__name__
     return Cause(
         f"zero variance: {kind} divides by the square root of 0, as its eps={eps:g} is 0 in "
-        f"{name_of(dtype)}",
+        f"{dtype_name(dtype)}",
         f"{stats.nonfinite_count:,} of {stats.numel:,} values are bad{many}; what it was given is "
         "finite",
         f"{kind}(..., eps=1e-5)",
     )
 
 
-def single_sample(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind.is_forward)
+def single_sample(e: Evidence) -> Cause | None:
     """All is NaN in a batch of one, and nothing was in larger ones."""
-    finding, stats = judged.finding, judged.finding.stats
-    if finding.verdict != "origin" or finding.site.kind not in _VALUES:
-        return None
+    stats = e.stats
     if stats.nan_count != stats.numel or stats.calls != 1 or stats.shape[:1] != (1,):
         return None
-    before = facts.elements_before(judged.node.row)
+    before = e.step.elements_before(e.row)
     if not before or min(before) <= stats.numel:
         return None
     return Cause(
@@ -196,17 +197,18 @@ def single_sample(judged: Judged, facts: Facts) -> Cause | None:
     )
 
 
-def fully_masked_rows(judged: Judged, facts: Facts) -> Cause | None:
+@rule()
+def fully_masked_rows(e: Evidence) -> Cause | None:
     """Softmax of a row that holds nothing but -Inf."""
-    finding, stats = judged.finding, judged.finding.stats
-    if finding.verdict != "origin" or not stats.nan_count or stats.posinf_count:
+    finding, stats = e.finding, e.stats
+    if not stats.nan_count or stats.posinf_count:
         return None
     masks = {
         site: seen.neginf_count
-        for site, seen in (*finding.given, *judged.inputs_from_outside)
+        for site, seen in (*finding.given, *e.inputs_from_outside)
         if seen.neginf_count and seen.neginf_count == seen.nonfinite_count
     }
-    module = facts.module(judged) if finding.site.kind == "output" else None
+    module = e.layer
     row = _softmax_row(module, stats)
     # A boolean mask is not scanned; torch's attention has nothing else to make NaN of.
     if not masks and not (row and isinstance(module, nn.MultiheadAttention)):
@@ -240,13 +242,14 @@ def _softmax_row(module: nn.Module | None, stats: ScanResult) -> int:
     return 0
 
 
-def mean_over_nothing(judged: Judged, facts: Facts) -> Cause | None:
+@rule()
+def mean_over_nothing(e: Evidence) -> Cause | None:
     """A loss module that averages, and has nothing to average over."""
-    finding, stats = judged.finding, judged.finding.stats
-    module = facts.module(judged) if finding.site.kind == "output" else None
+    finding, stats = e.finding, e.stats
+    module = e.layer
     if not isinstance(module, _Loss) or module.reduction != "mean":
         return None
-    if finding.verdict != "origin" or stats.numel != 1 or not stats.nan_count or not finding.given:
+    if stats.numel != 1 or not stats.nan_count or not finding.given:
         return None
     given, top = finding.given[0][1], finding.given[0][1].absmax or 0.0
     kind, ignored = type(module).__name__, getattr(module, "ignore_index", None)
@@ -269,21 +272,22 @@ def mean_over_nothing(judged: Judged, facts: Facts) -> Cause | None:
     )
 
 
-def nan_loss_of_finite_outputs(judged: Judged, facts: Facts) -> Cause | None:
+@rule()
+def nan_loss_of_finite_outputs(e: Evidence) -> Cause | None:
     """The same in code of no module, or of one that is gone: it is one of a few possibilities."""
-    finding, stats = judged.finding, judged.finding.stats
+    finding, stats = e.finding, e.stats
     label = finding.site.name.partition("#")[0]
-    is_loss = finding.site.kind == "loss" or (label + finding.site.path).lower().endswith("loss")
-    if mean_over_nothing(judged, facts) is not None:
+    is_loss = e.kind is Kind.LOSS or (label + finding.site.path).lower().endswith("loss")
+    if mean_over_nothing(e) is not None:
         return None
-    if finding.verdict != "origin" or not is_loss or stats.numel != 1 or not stats.nan_count:
+    if not is_loss or stats.numel != 1 or not stats.nan_count:
         return None
-    if any(seen.neginf_count for _, seen in (*finding.given, *judged.inputs_from_outside)):
+    if any(seen.neginf_count for _, seen in (*finding.given, *e.inputs_from_outside)):
         return None
-    scanned, bad, top = facts.forward_before(judged.node.row)
-    if bad or not scanned or top > math.log(torch.finfo(facts.narrowest).max) / 2:
+    scanned, bad, top = e.step.forward_before(e.row)
+    if bad or not scanned or top > math.log(torch.finfo(e.step.narrowest).max) / 2:
         return None
-    past = facts.trend(judged.node.row)
+    past = e.trend
     before = f"; in the steps before it was finite, {number(past.last)} at last" if past else ""
     return Cause(
         "the loss is a mean over nothing, or a log, root or quotient outside of its domain",

@@ -7,24 +7,20 @@ import itertools
 import torch
 
 from nanscan._data.cause import Cause
-from nanscan._data.text import name_of, number, rounded
-from nanscan._judge.facts import Facts, option
-from nanscan._judge.judge import Judged
+from nanscan._data.text import dtype_name, number, rounded
+from nanscan._judge.evidence import Evidence
+from nanscan._judge.rule import rule
 
-_BACKWARD = ("grad", "grad_output")
-_TRAINED = (*_BACKWARD, "input", "output", "loss", "probe", "param")
 _MEDIUM_SCALE = 2.0**16  # with which a GradScaler starts
 _DEPTH = 3  # modules from which a growth from one to the next can be told
 
 
-def learning_rate(judged: Judged, facts: Facts) -> Cause | None:
+@rule(verdicts=("origin", "near-limit"), kinds=lambda kind: kind.is_trained)
+def learning_rate(e: Evidence) -> Cause | None:
     """Loss, gradients and parameters grew together: each step makes the next one larger."""
-    verdict, kind = judged.finding.verdict, judged.finding.site.kind
-    if verdict not in ("origin", "near-limit") or kind not in _TRAINED:
-        return None
-    optimizer = facts.optimizer(judged)
-    lr = option(optimizer, "lr")
-    losses, gradients, parameters = facts.losses, facts.gradients, facts.parameters
+    optimizer = e.optimizer
+    lr = e.option("lr")
+    losses, gradients, parameters = e.step.losses, e.step.gradients, e.step.parameters
     if optimizer is None or lr is None or not losses.explodes or parameters.growth < 1.2:  # noqa: PLR2004
         return None
     return Cause(
@@ -35,11 +31,10 @@ def learning_rate(judged: Judged, facts: Facts) -> Cause | None:
     )
 
 
-def exploding_gradients(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind.is_trained)
+def exploding_gradients(e: Evidence) -> Cause | None:
     """Gradients grew by orders of magnitude in the steps before."""
-    if judged.finding.verdict != "origin" or judged.finding.site.kind not in _TRAINED:
-        return None
-    gradients = facts.gradients
+    gradients = e.step.gradients
     if not gradients.explodes:
         return None
     return Cause(
@@ -51,20 +46,19 @@ def exploding_gradients(judged: Judged, facts: Facts) -> Cause | None:
     )
 
 
-def overflow_in_backward(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind.is_gradient)
+def overflow_in_backward(e: Evidence) -> Cause | None:
     """Inf, where gradients of this backward were large for the dtype that it ran in."""
-    finding, limit = judged.finding, torch.finfo(facts.narrowest).max
-    if finding.verdict != "origin" or finding.site.kind not in _BACKWARD:
-        return None
-    modules = facts.gradients_by_module(judged.node.row)
-    if not finding.stats.inf_count or not modules or facts.forward_before(judged.node.row)[1]:
+    finding, limit = e.finding, torch.finfo(e.step.narrowest).max
+    modules = e.step.gradients_by_module(e.row)
+    if not finding.stats.inf_count or not modules or e.step.forward_before(e.row)[1]:
         return None
     name, top = max(modules, key=lambda module: module[1])
-    beside = finding.stats.absmax or 0.0 if finding.dtype == facts.narrowest else 0.0
+    beside = finding.stats.absmax or 0.0 if finding.dtype == e.step.narrowest else 0.0
     pace = _pace([size for _, size in modules])
     if max(top, beside) < limit / 16 and modules[-1][1] * pace**2 < limit:
         return None
-    dtype = name_of(facts.narrowest)
+    dtype = dtype_name(e.step.narrowest)
     growth = f", {pace:.3g}-fold from module to module" if pace > 1 else ""
     near = f"finite values up to {number(beside)} beside it; " if beside else ""
     return Cause(
@@ -85,13 +79,12 @@ def _pace(sizes: list[float]) -> float:
     return max(growth, 1.0) if rises >= 0.6 else 1.0  # noqa: PLR2004
 
 
-def undefined_derivative(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind.is_gradient)
+def undefined_derivative(e: Evidence) -> Cause | None:
     """Backward made it, and neither a trend nor its size says that it overflowed."""
-    finding = judged.finding
-    if finding.verdict != "origin" or finding.site.kind not in _BACKWARD:
-        return None
-    scanned, bad, top = facts.forward_before(judged.node.row)
-    if bad or facts.gradients.explodes or overflow_in_backward(judged, facts) is not None:
+    finding = e.finding
+    scanned, bad, top = e.step.forward_before(e.row)
+    if bad or e.step.gradients.explodes or overflow_in_backward(e) is not None:
         return None
     where = f"in the backward that made {finding.site}"
     if finding.between:
@@ -109,31 +102,33 @@ def undefined_derivative(judged: Judged, facts: Facts) -> Cause | None:
 # -- a GradScaler ----------------------------------------------------------------------------------
 
 
-def loss_scale_too_large(judged: Judged, facts: Facts) -> Cause | None:
+@rule(verdicts=("persistent-overflow",))
+def loss_scale_too_large(e: Evidence) -> Cause | None:
     """After all those halvings the scale is still more than a GradScaler starts with."""
-    scale, first = facts.snapshot.scale, facts.snapshot.first_scale
-    if judged.finding.verdict != "persistent-overflow" or not scale > _MEDIUM_SCALE:
+    scale, first = e.record.scale, e.record.first_scale
+    if not scale > _MEDIUM_SCALE:
         return None
-    quiet = int((facts.gradients.values == 0).sum())
+    quiet = int((e.step.gradients.values == 0).sum())
     zeros = f"; all gradients were 0 in {quiet} of the steps before" if quiet else ""
     return Cause(
         "the loss scale has grown far too large",
-        f"it was {first:g} in the first of {facts.snapshot.skips} skipped steps and is {scale:g} "
+        f"it was {first:g} in the first of {e.record.skips} skipped steps and is {scale:g} "
         f"now; a GradScaler starts with {_MEDIUM_SCALE:g}{zeros}",
         "torch.amp.GradScaler(growth_interval=2000), and a cap after scaler.update(): "
         "if scaler.get_scale() > 2**24: scaler.update(2.0**24)",
     )
 
 
-def no_loss_scale_helps(judged: Judged, facts: Facts) -> Cause | None:
+@rule(verdicts=("persistent-overflow",))
+def no_loss_scale_helps(e: Evidence) -> Cause | None:
     """The scale fell to 1 or less: gradients are bad without any scaling."""
-    scale, first = facts.snapshot.scale, facts.snapshot.first_scale
-    if judged.finding.verdict != "persistent-overflow" or not scale <= 1:
+    scale, first = e.record.scale, e.record.first_scale
+    if not scale <= 1:
         return None
-    stats, (scanned, _, top) = judged.finding.stats, facts.forward_before(judged.node.row)
+    stats, (scanned, _, top) = e.stats, e.step.forward_before(e.row)
     return Cause(
         "gradients are bad at any loss scale: backward itself makes them so",
-        f"the scale fell from {first:g} to {scale:g} in {facts.snapshot.skips} skipped steps, and "
+        f"the scale fell from {first:g} to {scale:g} in {e.record.skips} skipped steps, and "
         f"there are still {stats.nan_count:,} NaN and {stats.inf_count:,} Inf; all {scanned} "
         f"tensors scanned in the forward are finite, absmax {number(top)}",
         "torch.autocast(..., dtype=torch.bfloat16) without a GradScaler; if it stays, look for "

@@ -6,21 +6,23 @@ import torch
 
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import rounds_to_zero, smallest
-from nanscan._data.text import name_of, number, rounded
-from nanscan._judge.facts import Facts, option
-from nanscan._judge.judge import Judged
+from nanscan._data.site import Kind
+from nanscan._data.text import dtype_name, number, rounded
+from nanscan._judge.evidence import Evidence
+from nanscan._judge.rule import rule
 
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # of Adam, RMSprop, Adagrad, ...
 
 
-def uninitialised_parameter(judged: Judged, _: Facts) -> Cause | None:
+@rule(verdicts=("origin", "near-limit"))
+def uninitialised_parameter(e: Evidence) -> Cause | None:
     """Non-finite or absurd before anything ran."""
-    if not judged.untrained:
+    if not e.record.is_untrained:
         return None
-    stats = judged.finding.stats
+    stats = e.stats
     evidence = (
         f"it reaches {stats.absmax:.3g}, {(stats.absmax or 0) / torch.finfo(stats.dtype).max:.0%} "
-        f"of the largest {name_of(stats.dtype)}, before the first forward"
+        f"of the largest {dtype_name(stats.dtype)}, before the first forward"
         if stats.is_finite
         else f"{stats.nonfinite_count:,} of {stats.numel:,} elements were non-finite before the "
         "first forward"
@@ -32,18 +34,19 @@ def uninitialised_parameter(judged: Judged, _: Facts) -> Cause | None:
     )
 
 
-def adam_eps_rounds_to_zero(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind is Kind.PARAM)
+def adam_eps_rounds_to_zero(e: Evidence) -> Cause | None:
     """A zero gradient then gives 0/0."""
-    finding = judged.finding
-    optimizer = facts.optimizer(judged)
-    if finding.site.kind != "param" or finding.verdict != "origin" or optimizer is None:
+    finding = e.finding
+    optimizer = e.optimizer
+    if optimizer is None:
         return None
-    eps, second = option(optimizer, "eps"), optimizer.moments.get("exp_avg_sq")
+    eps, second = e.option("eps"), optimizer.moments.get("exp_avg_sq")
     if not eps or second is None or not rounds_to_zero(eps, second.dtype):
         return None
     if second.zero_count == 0:
         return None
-    dtype = name_of(second.dtype)
+    dtype = dtype_name(second.dtype)
     return Cause(
         f"{optimizer.name}'s eps={eps:g} is 0 in {dtype}: the update divides by sqrt(0) + 0",
         f"exp_avg_sq holds {second.zero_count:,} exact zeros of {second.numel:,}; the parameter "
@@ -53,20 +56,19 @@ def adam_eps_rounds_to_zero(judged: Judged, facts: Facts) -> Cause | None:
     )
 
 
-def second_moment_overflow(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind in (Kind.PARAM, Kind.STATE))
+def second_moment_overflow(e: Evidence) -> Cause | None:
     """The square of a finite gradient does not fit."""
-    finding, optimizer = judged.finding, facts.optimizer(judged)
-    if finding.site.kind not in ("param", "state") or finding.verdict != "origin":
-        return None
-    gradient = next((stats for site, stats in finding.given if site.kind == "grad"), None)
+    finding, optimizer = e.finding, e.optimizer
+    gradient = e.gradient
     if optimizer is None or gradient is None or not gradient.is_finite or not gradient.absmax:
         return None
     names = [name for name in _SQUARES if name in optimizer.moments]
     bad = [name for name in names if optimizer.moments[name].inf_count]
-    if not bad or (finding.site.kind == "state" and finding.site.path not in bad):
+    if not bad or (e.kind is Kind.STATE and finding.site.path not in bad):
         return None
     moment, top = optimizer.moments[bad[0]], gradient.absmax
-    limit, dtype = torch.finfo(moment.dtype).max, name_of(moment.dtype)
+    limit, dtype = torch.finfo(moment.dtype).max, dtype_name(moment.dtype)
     betas = optimizer.options.get("betas", (0.0, 0.0))
     square = (1 - float(betas[1])) * top**2
     if square < limit / 4:
@@ -81,13 +83,14 @@ def second_moment_overflow(judged: Judged, facts: Facts) -> Cause | None:
     )
 
 
-def update_too_large(judged: Judged, facts: Facts) -> Cause | None:
+@rule(kinds=lambda kind: kind is Kind.PARAM)
+def update_too_large(e: Evidence) -> Cause | None:
     """Plain SGD: learning rate times gradient is beyond the parameter's dtype."""
-    finding, optimizer = judged.finding, facts.optimizer(judged)
-    if finding.site.kind != "param" or finding.verdict != "origin" or optimizer is None:
+    finding, optimizer = e.finding, e.optimizer
+    if optimizer is None:
         return None
-    lr = option(optimizer, "lr")
-    gradient = next((stats for site, stats in finding.given if site.kind == "grad"), None)
+    lr = e.option("lr")
+    gradient = e.gradient
     if optimizer.name != "SGD" or lr is None or gradient is None or not gradient.is_finite:
         return None
     top, limit = gradient.absmax or 0.0, torch.finfo(finding.dtype).max
@@ -95,24 +98,25 @@ def update_too_large(judged: Judged, facts: Facts) -> Cause | None:
         return None
     return Cause(
         f"the learning rate is too high: one update of lr={lr:g} does not fit into "
-        f"{name_of(finding.dtype)}",
+        f"{dtype_name(finding.dtype)}",
         f"lr times the gradient's absmax of {number(top)} is {number(lr * top)}; the largest "
-        f"{name_of(finding.dtype)} is {limit:g}",
+        f"{dtype_name(finding.dtype)} is {limit:g}",
         f"SGD(..., lr={rounded(0.01 / top)}), with which an update is at most 0.01",
     )
 
 
-def trained_in_half_precision(judged: Judged, facts: Facts) -> Cause | None:
+@rule()
+def trained_in_half_precision(e: Evidence) -> Cause | None:
     """Parameters that an optimizer steps are float16 themselves."""
-    finding = judged.finding
-    if finding.verdict != "origin" or finding.dtype != torch.float16:
+    if e.finding.dtype != torch.float16:
         return None
-    optimizer, half = facts.optimizer(judged), facts.trained.count(torch.float16)
-    if optimizer is None or not half:
+    trained = e.record.model.trained
+    half = trained.count(torch.float16)
+    if e.optimizer is None or not half:
         return None
     return Cause(
         "parameters are trained in float16 itself, without autocast and GradScaler",
-        f"{half} of {len(facts.trained)} trained parameters are float16, which ends at 65504 and "
+        f"{half} of {len(trained)} trained parameters are float16, which ends at 65504 and "
         f"at {smallest(torch.float16):.1e}; under torch.autocast they are float32",
         "model.float(); with torch.autocast(device, torch.float16): ...; "
         "torch.amp.GradScaler().scale(loss).backward()",

@@ -1,4 +1,4 @@
-"""Causes that lie in the size of values: overflow, also of what an optimizer computes."""
+"""Rules about the size of values: overflow, and denominators of optimizers that are 0."""
 
 from __future__ import annotations
 
@@ -8,37 +8,29 @@ import torch
 
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import smallest
-from nanscan._data.location import Location, Operand
-from nanscan._data.text import name_of
-from nanscan._locate.causes.calls import (
-    absmax,
-    call,
-    largest_exponent,
-    limit,
-    made_by,
-    made_counts,
-    named,
-    overflows,
-    reaches,
-)
-from nanscan._locate.causes.domains import zeros
+from nanscan._data.location import Operand
+from nanscan._data.text import dtype_name
+from nanscan._locate.causes.bounds import largest_exponent, limit, overflows
+from nanscan._locate.causes.evidence import OpEvidence, rule
+from nanscan._locate.causes.op_call import absmax
+from nanscan._locate.causes.singularities import zeros
+from nanscan._locate.causes.wording import made_counts, named, reaches
 
 _CASTS = ("_to_copy", "copy")
-_FAR_APART = 8.0  # branches of a sum, by their largest values
+_FAR_APART = 8.0  # ratio of the largest values of two branches
 
 
 # Optimizers -------------------------------------------------------------------------------------
 
 
-def denominator_zero(location: Location) -> Cause | None:
-    """Roots of the second moment are not negative: with an eps, a sum of 0 is an eps of 0."""
-    c = call(location.at)
-    below = c.tensors.get("tensor2")
-    if location.direction != "optimizer" or c.function != "addcdiv" or below is None:
+@rule(directions=("optimizer",), functions=("addcdiv",))
+def denominator_zero(evidence: OpEvidence) -> Cause | None:
+    """The denominator sqrt(second moment) + eps is 0 only where eps rounds to 0."""
+    call = evidence.call
+    below = call.tensors.get("tensor2")
+    if below is None or not (held := zeros(below)):
         return None
-    if not (held := zeros(below)):
-        return None
-    dtype = name_of(below.dtype)
+    dtype = dtype_name(below.dtype)
     return Cause(
         f"the optimizer's eps is 0 in {dtype}: the update divides by sqrt(0) + 0",
         f"its denominator holds {held}; the smallest {dtype} is {smallest(below.dtype):.1e}",
@@ -46,55 +38,57 @@ def denominator_zero(location: Location) -> Cause | None:
     )
 
 
-def fused_denominator_zero(location: Location) -> Cause | None:
-    """The same in one kernel, which computes in float32: there only an eps of 0 is 0."""
-    c = call(location.at)
-    second = c.stats("exp_avg_sq")
-    if not c.function.startswith("_fused_adam") or second is None or c.number("eps") != 0:
-        return None
-    if second.min != 0:
+@rule(functions=("_fused_adam*",))
+def fused_denominator_zero(evidence: OpEvidence) -> Cause | None:
+    """In a fused kernel, which computes in float32: there only an eps of 0 is 0."""
+    call = evidence.call
+    second = call.stats("exp_avg_sq")
+    if second is None or call.number("eps") != 0 or second.min != 0:
         return None
     return Cause(
         "the optimizer's eps is 0: the update divides by sqrt(0) + 0",
-        f"{c.function} with eps=0 and an exp_avg_sq whose smallest value is 0",
+        f"{call.function} with eps=0 and an exp_avg_sq whose smallest value is 0",
         "Adam(..., eps=1e-8)",
     )
 
 
-def second_moment_overflow(location: Location) -> Cause | None:
+@rule(directions=("optimizer",), functions=("addcmul", "_fused_adam*"))
+def second_moment_overflow(evidence: OpEvidence) -> Cause | None:
     """Adam, RMSprop and Adagrad keep squares of gradients in the dtype of the parameter."""
-    c = call(location.at)
-    grad = c.tensors.get("tensor1") or c.tensors.get("grad")
-    if location.direction != "optimizer" or grad is None or grad.stats is None:
+    call = evidence.call
+    grad = call.tensors.get("tensor1") or call.tensors.get("grad")
+    if grad is None or grad.stats is None:
         return None
-    if c.function == "addcmul":
-        moment, share = c.tensors["self"], c.number("value")
-    elif c.function.startswith("_fused_adam") and "exp_avg_sq" in c.tensors:
-        moment, share = c.tensors["exp_avg_sq"], 1.0 - (c.number("beta2") or 0.0)
+    if call.function == "addcmul":
+        moment, share = call.tensors["self"], call.number("value")
+    elif "exp_avg_sq" in call.tensors:
+        moment, share = call.tensors["exp_avg_sq"], 1.0 - (call.number("beta2") or 0.0)
     else:
         return None
     largest, most = grad.stats.absmax or 0.0, limit(moment.dtype)
+    dtype = dtype_name(moment.dtype)
     added = (1.0 if share is None else share) * largest**2
-    if added + (c.absmax("self") or 0.0 if c.function == "addcmul" else 0.0) < most:
+    if added + (call.absmax("self") or 0.0 if call.function == "addcmul" else 0.0) < most:
         return None
     return Cause(
-        f"the optimizer's second moment overflows {name_of(moment.dtype)}: gradients are squared",
+        f"the optimizer's second moment overflows {dtype}: gradients are squared",
         f"{named(grad)} reaches {largest:.6g}; {largest:.6g}^2 * {share or 1.0:g} = {added:.3g}, "
-        f"and {name_of(moment.dtype)} ends at {most:.6g}",
+        f"and {dtype} ends at {most:.6g}",
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before the step; float32 "
         "parameters under torch.autocast",
     )
 
 
-def update_overflow(location: Location) -> Cause | None:
-    """What remains of optimizers: parameter + rate * step is too large."""
-    c = call(location.at)
-    if location.direction != "optimizer" or not overflows(c):
+@rule(directions=("optimizer",))
+def update_overflow(evidence: OpEvidence) -> Cause | None:
+    """Any other overflow in an optimizer: parameter + rate * update is too large."""
+    call = evidence.call
+    if not overflows(call):
         return None
-    factor = next((n for s in ("alpha", "value", "lr") if (n := c.number(s)) is not None), None)
+    factor = next((n for s in ("alpha", "value", "lr") if (n := call.number(s)) is not None), None)
     return Cause(
-        f"the optimizer's update overflows {name_of(made_by(c).dtype)}",
-        f"{reaches(c)}" + (f"; the step is multiplied by {factor:g}" if factor else ""),
+        f"the optimizer's update overflows {dtype_name(call.made.dtype)}",
+        f"{reaches(call)}" + (f"; the step is multiplied by {factor:g}" if factor else ""),
         "a lower learning rate; torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before the "
         "step",
     )
@@ -103,19 +97,22 @@ def update_overflow(location: Location) -> Cause | None:
 # Overflow ---------------------------------------------------------------------------------------
 
 
-def exponential(location: Location) -> Cause | None:
-    """Exp and its like: told by their argument."""
-    c = call(location.at)
-    ends = largest_exponent(c)
-    given = c.tensors.get("exponent" if c.function == "pow" else "self")
+@rule()
+def exponential(evidence: OpEvidence) -> Cause | None:
+    """The argument of exp or another exponential function is too large."""
+    call = evidence.call
+    ends = largest_exponent(call)
+    given = call.tensors.get("exponent" if call.function == "pow" else "self")
     if ends is None or given is None or given.stats is None or given.stats.max is None:
         return None
-    is_even = c.function == "cosh"
+    is_even = call.function == "cosh"
     largest = absmax(given) if is_even else given.stats.max
     if largest <= ends:
         return None
-    written = f"{c.number('self'):g} ** {{}}" if c.function == "pow" else f"{c.function}({{}})"
-    dtype = name_of(made_by(c).dtype)
+    written = (
+        f"{call.number('self'):g} ** {{}}" if call.function == "pow" else f"{call.function}({{}})"
+    )
+    dtype = dtype_name(call.made.dtype)
     return Cause(
         f"{written.format(f'{largest:.6g}')} overflows {dtype}",
         f"{named(given)} reaches {largest:.6g}; {dtype} ends at {written.format(f'{ends:.2f}')}",
@@ -124,28 +121,29 @@ def exponential(location: Location) -> Cause | None:
     )
 
 
-def cast(location: Location) -> Cause | None:
-    """A value that the new dtype cannot hold."""
-    c = call(location.at)
-    given = c.tensors.get("src") or c.tensors.get("self")
-    if c.function not in _CASTS or given is None or given.stats is None or not overflows(c):
+@rule(functions=_CASTS)
+def cast(evidence: OpEvidence) -> Cause | None:
+    """A value is too large for the dtype that it is converted to."""
+    call = evidence.call
+    given = call.tensors.get("src") or call.tensors.get("self")
+    if given is None or given.stats is None or not overflows(call):
         return None
-    largest, most = given.stats.absmax or 0.0, limit(made_by(c).dtype)
+    largest, most = given.stats.absmax or 0.0, limit(call.made.dtype)
+    dtype = dtype_name(call.made.dtype)
     return Cause(
-        f"conversion to {name_of(made_by(c).dtype)} overflows",
-        f"{named(given)} is {name_of(given.dtype)} and reaches {largest:.6g}, {largest / most:.3g} "
-        f"times the largest {name_of(made_by(c).dtype)}, {most:.6g}",
-        _wider(made_by(c).dtype),
+        f"conversion to {dtype} overflows",
+        f"{named(given)} is {dtype_name(given.dtype)} and reaches {largest:.6g}, "
+        f"{largest / most:.3g} times the largest {dtype}, {most:.6g}",
+        _wider(call.made.dtype),
     )
 
 
-def unequal_branches(location: Location) -> Cause | None:
-    """A residual sum: two tensors of one shape, of which one is much larger."""
-    c = call(location.at)
-    a, b = c.tensors.get("self"), c.tensors.get("other")
-    if c.function != "add" or a is None or b is None or a.shape != b.shape or len(a.shape) <= 1:
-        return None
-    if location.direction != "forward" or not overflows(c):
+@rule(directions=("forward",), functions=("add",))
+def unequal_branches(evidence: OpEvidence) -> Cause | None:
+    """The sum of two tensors of one shape, one of which is much larger, overflows."""
+    call = evidence.call
+    a, b = call.tensors.get("self"), call.tensors.get("other")
+    if a is None or b is None or a.shape != b.shape or len(a.shape) <= 1 or not overflows(call):
         return None
     large, small = sorted((a, b), key=absmax, reverse=True)
     if absmax(large) < _FAR_APART * absmax(small):
@@ -160,7 +158,7 @@ def unequal_branches(location: Location) -> Cause | None:
 
 
 def _spread(operand: Operand) -> str:
-    """Mean and std where they are known, else the range."""
+    """Mean, std and absmax of a tensor where they are known, else its range."""
     stats = operand.stats
     if stats is None or stats.min is None:
         return f"{named(operand)} is not known"
@@ -172,38 +170,38 @@ def _spread(operand: Operand) -> str:
     )
 
 
-def small_divisor(location: Location) -> Cause | None:
-    """Not by 0, but close enough."""
-    c = call(location.at)
-    least = c.smallest("other")
-    if c.function != "div" or least is None or least >= 1 or not overflows(c):
+@rule(functions=("div",))
+def small_divisor(evidence: OpEvidence) -> Cause | None:
+    """A division by values that are not 0, but so small that the quotient overflows."""
+    call = evidence.call
+    least = call.smallest("other")
+    if least is None or least >= 1 or not overflows(call):
         return None
     return Cause(
-        f"division by values close to 0 overflows {name_of(made_by(c).dtype)}",
-        f"the numerator reaches {c.absmax('self') or 0.0:.6g}, the denominator goes down to "
-        f"{least:.3g}; {made_counts(c)}",
+        f"division by values close to 0 overflows {dtype_name(call.made.dtype)}",
+        f"the numerator reaches {call.absmax('self') or 0.0:.6g}, the denominator goes down to "
+        f"{least:.3g}; {made_counts(call)}",
         "x / y.clamp(min=eps) where y >= 0, with an eps that the quotient survives",
     )
 
 
-def overflow(location: Location) -> Cause | None:
-    """Of sums, products and powers, forward and backward."""
-    c = call(location.at)
-    if location.direction == "optimizer" or c.function in _CASTS or not overflows(c):
+@rule(directions=("forward", "backward"))
+def overflow(evidence: OpEvidence) -> Cause | None:
+    """A sum, product or power overflows, in forward or backward."""
+    call = evidence.call
+    if call.function in _CASTS or not overflows(call):
         return None
-    dtype = made_by(c).dtype
+    location, dtype = evidence.location, call.made.dtype
+    node = f" in the backward of {location.node}" if location.direction == "backward" else ""
     return Cause(
-        f"{c.function} overflows {name_of(dtype)}" + _in_backward(location),
-        f"{reaches(c)}; {made_counts(c)}",
+        f"{call.function} overflows {dtype_name(dtype)}{node}",
+        f"{reaches(call)}; {made_counts(call)}",
         _wider(dtype),
     )
 
 
-def _in_backward(location: Location) -> str:
-    return f" in the backward of {location.node}" if location.direction == "backward" else ""
-
-
 def _wider(dtype: torch.dtype) -> str:
+    """What to do about values that are too large for a dtype."""
     if dtype == torch.float16:
         return (
             "bfloat16 reaches 3.4e38: torch.autocast(device, dtype=torch.bfloat16); or keep this "

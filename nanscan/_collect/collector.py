@@ -1,0 +1,552 @@
+"""Collector: from events of the running model to one StepRecord a step. No judgement here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from nanscan._collect import torch_events
+from nanscan._collect.costs import CostMeter
+from nanscan._collect.inputs import KeptInputs
+from nanscan._collect.listener import Listener, StepArguments
+from nanscan._collect.modules import ModuleCalls, is_recomputing
+from nanscan._collect.names import Registry
+from nanscan._collect.optimizers import (
+    Optimizers,
+    Plan,
+    is_any_optimizer_for,
+    outcome_of,
+    parameters_of,
+)
+from nanscan._collect.parameter_changes import ParameterChanges
+from nanscan._collect.parameters import ParameterScans
+from nanscan._collect.scanner import Scanner
+from nanscan._collect.schedule import Schedule
+from nanscan._collect.skip_step import Gradients, SkipStep, is_stand_in
+from nanscan._collect.snapshot import (
+    ModelView,
+    OptimizerFacts,
+    Outcome,
+    Snapshot,
+    StepRecord,
+    Sweep,
+)
+from nanscan._collect.steps import Decision, StepTracker
+from nanscan._collect.table import Table
+from nanscan._data.kept import KeptCall
+from nanscan._data.places import ModulePlace, ParameterPlace
+from nanscan._data.site import Kind
+
+_MAX_EXPLAINED = 8  # parameters of one step whose moments are scanned
+
+# While torch.compile traces a hook this is the constant True, and the hook leaves nothing behind.
+_is_tracing = torch.compiler.is_dynamo_compiling
+
+
+class Consumer(Protocol):
+    """Who gets what is collected: the monitor."""
+
+    def on_record(self, record: StepRecord) -> None:
+        """All that is known of a step, or of a part of one. Records come in order."""
+
+    def on_step_end(self, step: int, *, before_forward: bool) -> None:
+        """A step ended and its records, as far as they arrived, were delivered.
+
+        Args:
+            step: number of the step that comes.
+            before_forward: it ended because an outermost module is about to run.
+        """
+
+    def on_forward_start(self, step: int) -> None:
+        """An outermost module is about to run in this step."""
+
+
+@dataclass
+class _Pending:
+    """Rows that are on their way to the host, and what goes with them into the record."""
+
+    rows: Snapshot | Sweep
+    step: int
+    is_whole: bool = False
+    outcome: Outcome | None = None
+    context: dict[str, Any] = field(default_factory=dict)
+
+
+class _Stepping(threading.local):
+    """Between the two hooks of an optimizer step: whose step it is, by id, and its plan.
+
+    Attributes:
+        optimizer: id of the optimizer; 0: none of ours is stepping.
+        plan: the optimizer's.
+        stepped: the optimizer that a GradScaler steps has begun to.
+        scaler: the GradScaler that is stepping an optimizer.
+    """
+
+    optimizer = 0
+    plan: Plan
+    stepped = False
+    scaler: GradScaler | None = None
+
+
+class Collector(Listener):
+    """Observes one model, or every module of the process.
+
+    Args:
+        registry: names of modules and parameters.
+        table: where scans go.
+        kinds: what to scan.
+        schedule: which step scans what.
+        skip_step: keeps optimizers from steps on non-finite gradients; None: nothing does.
+        inputs: keeps what goes into outermost modules; None: nothing does.
+        consumer: gets the records.
+    """
+
+    def __init__(  # noqa: PLR0913 - its parts, in one place
+        self,
+        registry: Registry,
+        table: Table,
+        kinds: frozenset[Kind],
+        *,
+        schedule: Schedule,
+        skip_step: SkipStep | None,
+        inputs: KeptInputs | None,
+        consumer: Consumer,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.tracker = StepTracker()
+        self._registry = registry
+        self._table = table
+        self._kinds = kinds
+        self._schedule = schedule
+        self._skip_step = skip_step
+        self._inputs = inputs
+        self._consumer = consumer
+        self._scanner = Scanner(table)
+        self.calls = ModuleCalls(
+            registry, self._scanner, kinds, self, with_arguments=inputs is not None
+        )
+        self.optimizers = Optimizers(registry, table)
+        self._parameters = ParameterScans(registry, self._scanner, self.optimizers, kinds)
+        self._changes = ParameterChanges(registry, table)
+        self._meter = CostMeter(
+            self.calls.core,
+            table.core,
+            is_timed=schedule.max_overhead is not None,
+            with_gradients=Kind.GRAD_OUTPUT in kinds,
+        )
+        self._step_began = time.perf_counter()
+        self.turn = schedule.turn(0)
+        self.calls.set_turn(self.turn)
+        self._stepping = _Stepping()
+        self._ran = False  # an outermost module, since the last step
+        self._are_gradients_scanned = False  # of the last backward, where no optimizer steps
+        self._bad_gradients = -1  # resets of the table before a gradient last went bad
+        self._pending: deque[_Pending] = deque()  # oldest first; they arrive in order
+        self._delivered_ticket = 0
+        self._is_ahead = False  # what is delivered now is judged before the step ends
+        self._has_ahead = False  # such a record had something notable, and no other came since
+        self._bad_rows: set[int] = set()  # on the host, in the last snapshot
+        # By id(optimizer): steps in a row that were skipped, and the scale in the first of them.
+        self._skips: dict[int, tuple[int, float]] = {}
+
+    # -- attaching -------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Begins to observe."""
+        if not self.calls.is_attached:
+            torch_events.listen(self)
+            self.calls.attach()
+            self._step_began = time.perf_counter()  # a pause is no part of a step
+
+    def detach(self) -> None:
+        """Observes no more; torch is as it was before."""
+        self.calls.detach()
+        torch_events.forget(self)
+
+    def scan_fully(self, steps: int = 3) -> None:
+        """Scans everything in this step, as far as it is still to come, and the next ones."""
+        self._schedule.scan_fully(self.tracker.step, steps)
+        self._set_turn()
+
+    def _set_turn(self) -> None:
+        self.turn = self._schedule.turn(self.tracker.step)
+        self.calls.set_turn(self.turn)
+
+    def abandon_devices(self) -> None:
+        """In a child process, which has no CUDA devices: rows there are its parent's alone."""
+        self._pending.clear()
+        self._table.core.abandon_devices()
+
+    # -- module calls ----------------------------------------------------------------------------
+
+    def on_first_call(self, place: ModulePlace) -> None:
+        """What do the parameters of a model hold before it first runs?"""
+        sweep = self._parameters.sweep(place)
+        if sweep is None:
+            return
+        with self.lock:
+            if self._may_be_bad:
+                self._look()  # what other models did before comes first
+            self._send(_Pending(sweep, self.tracker.step, context={"is_untrained": True}))
+            self.deliver()
+
+    def on_before_forward(self) -> None:
+        """Ends the step if other code than an optimizer has updated the parameters by now."""
+        self._act(self.tracker.on_before_forward(), before_forward=True)
+        self._consumer.on_forward_start(self.tracker.step)
+
+    def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keeps the inputs; first judges what the same module did with others in this step."""
+        if self._inputs is not None:
+            self._act(self.tracker.on_before_forward(), before_forward=True)
+            with self.lock:
+                if self._inputs.knows(module) and self._may_be_bad:
+                    self._look_ahead()
+                self._inputs.begin(module, args, kwargs)
+
+    def on_after_forward(self, place: ModulePlace) -> None:
+        """Ends the step if no optimizer will."""
+        self._look_for_changes()
+        with_gradients = torch.is_grad_enabled()
+        self._ran |= with_gradients
+        if self._table.on_device:
+            self._table.core.note_captures()  # a graph that holds no more than this forward
+        if with_gradients and not self.tracker.is_by_hand:
+            self._ask_for_optimizer()
+        self._act(
+            self.tracker.on_after_forward(
+                place, with_gradients=with_gradients, is_recomputing=is_recomputing()
+            )
+        )
+
+    def _ask_for_optimizer(self) -> bool:
+        """Whether an optimizer holds a watched parameter: is a forward a whole step? Looks once."""
+        if self.tracker.waits_for_optimizer is None:
+            self.tracker.waits_for_optimizer = is_any_optimizer_for(self._registry)
+        return self.tracker.waits_for_optimizer
+
+    def scan_single(self, x: Any, name: str, kind: Kind) -> None:
+        """Scans a value that no module returned: the loss, or a probe."""
+        if self.is_scanning(kind) and not _is_tracing():
+            self._scanner.visit(x, self._registry.single(name, kind).node)
+
+    def is_scanning(self, kind: Kind) -> bool:
+        """Whether this step scans values of a kind."""
+        return self.calls.is_attached and kind in self._kinds and self.turn.period > 0
+
+    def _look_for_changes(self) -> None:
+        """Has a parameter gone bad since its last scan? Asked as soon as something else has."""
+        if Kind.PARAM in self._kinds:
+            for how, scans in self._changes.look():
+                with self.lock:  # what these made bad is judged after them
+                    sweep = Sweep(scans, is_selective=False)
+                    self._send(_Pending(sweep, self.tracker.step, context={"spoiled": how}))
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def on_before_backward(self, tensors: Any) -> None:
+        """Scans the loss, unless it can only be another model's, or a checkpoint's."""
+        if self._is_of_ours:
+            if not self._ask_for_optimizer():
+                self.tracker.on_before_backward(
+                    is_trainable=self._registry.is_trainable, has_scans=self._table.visits > 0
+                )
+            self.scan_single(tensors, "loss", Kind.LOSS)
+            self._look_for_changes()
+
+    def on_after_backward(self) -> None:
+        """Not called by `torch.autograd.grad`, nor by what torch.compile traced."""
+        if self._is_of_ours and not self._ask_for_optimizer():
+            self._act(self.tracker.on_after_backward())
+
+    @property
+    def _is_of_ours(self) -> bool:
+        return bool(
+            self.calls.is_attached
+            and (self._ran or not self._registry.only)
+            and not is_recomputing()
+        )
+
+    def on_before_clipping(self, parameters: list[torch.Tensor]) -> None:
+        """Scans gradients as backward left them. Before the step they are scanned as they are."""
+        if self.is_scanning(Kind.GRAD) and not self._are_gradients_scanned:
+            self._parameters.scan_gradients(parameters)
+
+    def _scan_all_gradients(self) -> None:
+        """Where no optimizer will step: as after each backward."""
+        if Kind.GRAD not in self._kinds or not self.turn.period:
+            return
+        began = time.perf_counter()
+        self._parameters.scan_all_gradients()
+        self._are_gradients_scanned = True
+        self._meter.cost.rest += time.perf_counter() - began
+        self._look_for_changes()
+
+    def _scan_all_parameters(self) -> None:
+        """Where no optimizer has stepped: as after an optimizer's step."""
+        self._are_gradients_scanned = self._ran = False
+        if self.turn.slow and self.calls.is_attached:
+            began = time.perf_counter()
+            self._parameters.scan_all_parameters()
+            self._meter.cost.slow += time.perf_counter() - began
+
+    # -- optimizer steps -------------------------------------------------------------------------
+
+    def on_before_optimizer_step(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> StepArguments | None:
+        """Scans gradients in the order in which backward made them, as far as that is known."""
+        if is_stand_in(optimizer):  # the step of a base class, inside of one that we know
+            return None
+        self._stepping.optimizer = 0
+        self._stepping.stepped = True
+        if _is_tracing():
+            return None
+        plan = self.optimizers.plan(optimizer)
+        if plan is None or not self.calls.is_attached:
+            return None
+        self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
+        if self._skip_step is not None:
+            return self._skip_step.before(
+                optimizer, args, kwargs, lambda: self._look_at_gradients(optimizer, plan)
+            )
+        self._scan_gradients(optimizer, plan)
+        self._judge_gradients()
+        return None
+
+    def _scan_gradients(self, optimizer: Optimizer, plan: Plan) -> None:
+        if Kind.GRAD in self._kinds and (self.turn.period or self._skip_step is not None):
+            began, ticket = time.perf_counter(), self._table.last_ticket
+            self._parameters.scan_gradients_of(optimizer, plan)
+            if self._table.last_ticket != ticket:
+                self._bad_gradients = self._table.resets
+                self._look_for_changes()
+            self._meter.cost.rest += time.perf_counter() - began
+
+    def _judge_gradients(self) -> None:
+        """Before the optimizer steps: what would be saved is as it was in the forward."""
+        if self._inputs is not None and self._has_bad_rows:
+            self._look_ahead()
+
+    def _look_at_gradients(self, optimizer: Optimizer, plan: Plan) -> tuple[Gradients, bool]:
+        """Scans gradients; returns them, and whether those on the host are known to be finite."""
+        if plan.has_loose:  # before a closure ran, its model may not have been known
+            plan = self._stepping.plan = self.optimizers.plan(optimizer) or plan
+        self._scan_gradients(optimizer, plan)
+        self._judge_gradients()
+        # A row takes a ticket once: after that it does not tell whether a later scan was bad.
+        fine = self._bad_gradients != self._table.resets
+        if fine and not self._table.on_device:
+            return [], True
+        parameters = parameters_of(optimizer)
+        pairs = [(parameters[i].grad, place.grad.site) for i, place in plan.backward]
+        return [(grad, site) for grad, site in pairs if grad is not None], fine
+
+    def on_after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Scans parameters, and moments when asked for, and ends the step."""
+        if self._skip_step is not None:
+            self._skip_step.after(optimizer, args, kwargs)
+        if self._stepping.optimizer != id(optimizer) or not self.calls.is_attached:
+            return
+        self._stepping.optimizer = 0
+        self._ran = False
+        plan = self._stepping.plan
+        # Before a closure ran, its model may not have been known.
+        plan = (self.optimizers.plan(optimizer) or plan) if plan.has_loose else plan
+        began = time.perf_counter()
+        self._changes.note_step(id(optimizer), plan.watched, scanned=self.turn.slow)
+        if self.turn.slow:
+            self._parameters.scan_after_step(optimizer, plan)
+        scanned = time.perf_counter()
+        self._meter.cost.slow += scanned - began
+        self._optimizer_stepped(optimizer, outcome_of(optimizer, self._stepping.scaler))
+        self._meter.cost.rest += time.perf_counter() - scanned
+
+    def on_before_scaled_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Nothing is known yet: the scaler looks for Inf itself."""
+        self._stepping.stepped = False
+        self._stepping.scaler = scaler
+
+    def on_after_scaled_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Scans the gradients that no optimizer's hook saw, if the scaler skipped the step."""
+        self._stepping.scaler = None
+        if self._stepping.stepped:
+            return
+        plan = self.optimizers.plan(optimizer)
+        if plan is not None and self.calls.is_attached:
+            self._scan_gradients(optimizer, plan)
+            outcome = Outcome(id(optimizer), True, scaler.get_scale())
+            self._optimizer_stepped(optimizer, outcome)
+
+    def _optimizer_stepped(self, optimizer: Optimizer, outcome: Outcome) -> None:
+        if self._inputs is not None and outcome.skipped is not True:
+            self._inputs.note_step()
+        if self.tracker.on_after_optimizer_step().end:
+            self._end_step(optimizer, outcome)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """The user ends the step here. From the first call on, nothing else does."""
+        self._act(self.tracker.on_manual_step())
+
+    def flush(self) -> None:
+        """Delivers all that was scanned, the unfinished step included. Waits for the scans."""
+        with self.lock:
+            self._act(self.tracker.on_before_forward())
+            self._look()
+            self.deliver(wait=True)
+
+    def _act(self, decision: Decision, *, before_forward: bool = False) -> None:
+        """Does what the tracker decided."""
+        if decision.scan_gradients:
+            self._scan_all_gradients()
+        if decision.scan_parameters:
+            self._scan_all_parameters()
+        if decision.look != "never" and self._is_to_look(decision):
+            self._look(reset=decision.restart)
+        if decision.end:
+            self._end_step(before_forward=before_forward)
+
+    def _is_to_look(self, decision: Decision) -> bool:
+        if decision.look == "if known bad":
+            return self._has_bad_rows
+        return decision.look == "always" or self._has_ahead or self._may_be_bad
+
+    @property
+    def _may_be_bad(self) -> bool:
+        """Whether a row went bad since the last record, as far as the host can know."""
+        return self._table.on_device or self._has_bad_rows
+
+    @property
+    def _has_bad_rows(self) -> bool:
+        """Whether a row on the host did."""
+        return self._table.last_ticket != self._delivered_ticket
+
+    def _end_step(
+        self,
+        optimizer: Optimizer | None = None,
+        outcome: Outcome | None = None,
+        *,
+        before_forward: bool = False,
+    ) -> None:
+        with self.lock:
+            if self._table.has_news:
+                snapshot = self._table.take(self.tracker.step, keep=True)
+                if snapshot is None:  # a CUDA graph is being recorded: its replays are the steps
+                    return
+                facts = self._explain(optimizer, snapshot)
+                context = {**self._context(), "optimizers": facts}
+                self._send(_Pending(snapshot, self.tracker.step, True, outcome, context))
+            self.tracker.ended()
+            if self._inputs is not None:
+                self._inputs.forget()
+            now = time.perf_counter()
+            self._schedule.note(self.turn, self._meter.take(), now - self._step_began)
+            self._step_began = now
+            self._set_turn()
+            self.deliver()
+            self._consumer.on_step_end(self.tracker.step, before_forward=before_forward)
+
+    def _explain(
+        self, optimizer: Optimizer | None, snapshot: Snapshot
+    ) -> dict[ParameterPlace, OptimizerFacts]:
+        """What explains parameters that went bad in this step: an optimizer's moments of them."""
+        if snapshot.arrival is not None:
+            return {} if optimizer is None else self.optimizers.with_moments_of_suspects(optimizer)
+        new = self._newly_bad(snapshot)
+        if optimizer is None or not new:
+            return {}
+        nodes = [self._table.nodes[row] for row in new[:_MAX_EXPLAINED]]
+        places = {node.place for node in nodes if node.kind in (Kind.PARAM, Kind.STATE)}
+        wanted = {place for place in places if isinstance(place, ParameterPlace)}
+        return self.optimizers.with_moments(optimizer, wanted)
+
+    def _newly_bad(self, snapshot: Snapshot) -> list[int]:
+        """Rows on the host that are bad and were not in the snapshot before, as they went bad."""
+        bad = {row for row in snapshot.notable if snapshot.rows[row]["ticket"]}
+        before, self._bad_rows = self._bad_rows, bad
+        return sorted(bad - before, key=lambda row: int(snapshot.rows[row]["ticket"]))
+
+    def _look(self, *, reset: bool = False) -> None:
+        """Sends off what a step has scanned so far; unless `reset`, it goes on in one piece."""
+        with self.lock:
+            if self._table.has_news:
+                snapshot = self._table.take(self.tracker.step, keep=False, reset=reset)
+                if snapshot is not None:
+                    self._newly_bad(snapshot)
+                    self._send(_Pending(snapshot, self.tracker.step, reset, None, self._context()))
+            if reset and self._inputs is not None:
+                self._inputs.forget()
+            self.deliver()
+
+    def _look_ahead(self) -> None:
+        """The same amid a step, while inputs and parameters still are what they were in it."""
+        with self.lock:
+            self._is_ahead = True
+            try:
+                self._look()
+            finally:
+                self._is_ahead = False
+
+    # -- delivery --------------------------------------------------------------------------------
+
+    def _context(self) -> dict[str, Any]:
+        return {"turn": self.turn, "continues": self.tracker.continues}
+
+    def _send(self, pending: _Pending) -> None:
+        calls: tuple[KeptCall, ...] = () if self._inputs is None else self._inputs.calls
+        pending.context["calls"] = calls
+        self._pending.append(pending)
+
+    def deliver(self, *, wait: bool = False) -> None:
+        """Hands over the records whose rows have arrived on the host.
+
+        Args:
+            wait: for all that is on its way.
+        """
+        with self.lock:
+            while self._pending and (wait or self._pending[0].rows.ready()):
+                record = self._complete(self._pending.popleft())
+                if record.is_whole and record.turn.is_full:
+                    record.history.full_order = record.order.copy()
+                self._delivered_ticket = self._table.last_ticket
+                self._has_ahead = record.is_ahead and (self._has_ahead or bool(record.notable))
+                self._consumer.on_record(record)
+
+    def _complete(self, pending: _Pending) -> StepRecord:
+        rows = self._table.complete(pending.step, pending.rows)
+        return StepRecord(
+            pending.step,
+            rows.rows,
+            rows.order,
+            tuple(rows.notable),
+            rows.describe,
+            self._table.nodes,
+            self._table.history,
+            ModelView(self._registry.modules, self.optimizers.facts),
+            is_whole=pending.is_whole,
+            is_ahead=self._is_ahead,
+            **pending.context,
+            **self._count_skips(pending.outcome),
+        )
+
+    def _count_skips(self, outcome: Outcome | None) -> dict[str, Any]:
+        """Synchronization: none; what a device knows of an arrived step has long been computed."""
+        if outcome is None:
+            return {}
+        if not bool(outcome.skipped):
+            self._skips.pop(outcome.optimizer, None)
+            return {}
+        scale = float(outcome.scale)
+        count, first = self._skips.get(outcome.optimizer, (0, scale))
+        self._skips[outcome.optimizer] = count + 1, first
+        return {"skips": count + 1, "scale": scale, "first_scale": first}

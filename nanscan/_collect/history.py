@@ -1,0 +1,78 @@
+"""History: the rows of the last steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nanscan._data.row import ROW, Rows, absmax, finite_max, finite_min
+
+Order = npt.NDArray[np.uint64]
+
+
+class History:
+    """A ring of the rows of so many steps; it grows with the table.
+
+    Args:
+        steps: how many to keep; memory is steps * rows * 136 bytes on the host.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = np.full(steps, -1, np.int64)
+        self._rows = np.zeros((steps, 0), ROW)
+        self._order = np.zeros((steps, 0), np.uint64)
+        self._taken = 0
+        self.full_order: Order = np.zeros(0, np.uint64)  # of the last step that scanned everything
+
+    def next_slot(self, step: int, count: int) -> tuple[Rows, Order]:
+        """The arrays to fill for a step: rows [count] and their order [count].
+
+        `count` is never less than it was before.
+        """
+        self._reserve(count)
+        slot = self._taken % len(self._steps)
+        self._taken += 1
+        self._steps[slot] = step
+        return self._rows[slot, :count], self._order[slot, :count]
+
+    def _reserve(self, count: int) -> None:
+        steps, capacity = self._rows.shape
+        if count <= capacity:
+            return
+        wider = max(count, 2 * capacity, 64)
+        rows, order = np.zeros((steps, wider), ROW), np.zeros((steps, wider), np.uint64)
+        rows[:, :capacity], order[:, :capacity] = self._rows, self._order
+        self._rows, self._order = rows, order
+
+    def of(self, row: int) -> dict[str, npt.NDArray[Any]]:
+        """The kept steps in which a row was scanned, oldest first, as arrays of one length."""
+        steps, kept = self.kept([row])
+        used = kept[:, 0]["calls"] > 0
+        rows, steps = kept[used, 0], steps[used]
+        return {
+            "step": steps,
+            "calls": rows["calls"],
+            "nan": rows["nan"],
+            "posinf": rows["posinf"],
+            "neginf": rows["neginf"],
+            "min": finite_min(rows),
+            "max": finite_max(rows),
+            "absmax": absmax(rows),
+        }
+
+    def kept(self, rows: list[int]) -> tuple[npt.NDArray[np.int64], Rows]:
+        """The kept steps, oldest first, and records [steps, rows]; zeros where not scanned."""
+        slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
+        slots = slots[self._steps[slots] >= 0]
+        records = np.zeros((len(slots), len(rows)), ROW)
+        for column, row in enumerate(rows):
+            if row < self._rows.shape[1]:  # else its first step is not over yet
+                records[:, column] = self._rows[slots, row]
+        return self._steps[slots], records
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return int(self._rows.nbytes + self._order.nbytes)

@@ -1,0 +1,209 @@
+"""Optimizers: whose parameters each one steps, and what is known of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from nanscan._collect.names import Registry
+from nanscan._collect.snapshot import OptimizerFacts, Outcome
+from nanscan._collect.table import Table
+from nanscan._data.dtypes import rounds_to_zero
+from nanscan._data.places import ParameterPlace
+from nanscan._scan.check import check
+
+_MAX_PLANS = 64
+_HALF = 2  # bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parameters of one optimizer that are watched, as (position, place).
+
+    Attributes:
+        optimizer: whose plan it is.
+        identity: ids of all its parameters, to notice when they change.
+        known: how many parameters of modules were known, to notice new ones.
+        has_loose: some parameter belongs to no known module.
+        watched: in the optimizer's order.
+        backward: in the order in which backward reaches them: the last module to run comes first.
+    """
+
+    optimizer: weakref.ref[Optimizer]
+    identity: list[int]
+    known: int
+    has_loose: bool
+    watched: list[tuple[int, ParameterPlace]]
+    backward: list[tuple[int, ParameterPlace]]
+
+
+class Optimizers:
+    """Plans of the optimizers that stepped, by identity, and facts about them.
+
+    Args:
+        registry: names of parameters.
+        table: says in which order modules ran.
+    """
+
+    def __init__(self, registry: Registry, table: Table) -> None:
+        self._registry = registry
+        self._table = table
+        self._plans: dict[int, Plan] = {}  # by id(optimizer)
+
+    def plan(self, optimizer: Optimizer) -> Plan | None:
+        """Places of an optimizer's parameters; None if none of them is watched."""
+        identity = [*map(id, parameters_of(optimizer))]
+        plan = self._plans.get(id(optimizer))
+        if (
+            plan is None
+            or plan.optimizer() is not optimizer
+            or plan.identity != identity
+            or (plan.has_loose and plan.known != self._registry.parameters_known)
+        ):
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[id(optimizer)] = self._make_plan(optimizer, identity)
+        return plan if plan.watched else None
+
+    def _make_plan(self, optimizer: Optimizer, identity: list[int]) -> Plan:
+        self._registry.rescan()
+        kind = type(optimizer).__name__
+        places = [
+            (i, self._registry.parameter(p, f"{kind} parameter {i}"))
+            for i, p in enumerate(parameters_of(optimizer))
+        ]
+        watched = [(i, place) for i, place in places if place is not None and place.watched]
+        backward = sorted(watched, key=lambda pair: -self.forward_position(pair[1]))
+        has_loose = any(place.parent is None for _, place in watched)
+        known = self._registry.parameters_known
+        return Plan(weakref.ref(optimizer), identity, known, has_loose, watched, backward)
+
+    def forward_position(self, place: ParameterPlace) -> int:
+        """When the module that owns a parameter ran in this step or its last one; 0: never.
+
+        A module may use the parameters of one inside it without calling that.
+        """
+        owner, position = place.parent, 0
+        while owner is not None and position == 0:
+            rows = [node.row for node in owner.outputs.walk() if node.row >= 0]
+            position = max(map(self._table.latest_order, rows), default=0)
+            owner = owner.parent
+        return position
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    def with_moments(
+        self, optimizer: Optimizer, wanted: set[ParameterPlace]
+    ) -> dict[ParameterPlace, OptimizerFacts]:
+        """What explains bad parameters that an optimizer steps; scans their moments.
+
+        To be asked right after the step: one later they would be bad as well.
+        """
+        return {
+            place: _facts(optimizer, group, moments(optimizer, parameter))
+            for place, group, parameter in (self._stepped(optimizer) if wanted else ())
+            if place in wanted
+        }
+
+    def with_moments_of_suspects(
+        self, optimizer: Optimizer
+    ) -> dict[ParameterPlace, OptimizerFacts]:
+        """The same of every parameter whose optimizer's eps is 0 in its moments' dtype.
+
+        For steps that are judged later. Such settings are rare, and scanning their moments in every
+        step is the price of a diagnosis without waiting for the device.
+        """
+        found = {}
+        for place, group, parameter in self._stepped(optimizer):
+            eps = group.get("eps")
+            if isinstance(eps, float) and parameter.dtype.itemsize <= _HALF:
+                state = moments(optimizer, parameter)
+                if any(rounds_to_zero(eps, moment.dtype) for _, moment in state):
+                    found[place] = _facts(optimizer, group, state)
+        return found
+
+    def facts(self) -> dict[ParameterPlace | None, OptimizerFacts]:
+        """What steps each watched parameter, without moments; under None the only optimizer.
+
+        There of several groups only the options that agree.
+        """
+        found: dict[ParameterPlace | None, OptimizerFacts] = {}
+        only: list[OptimizerFacts] = []
+        for plan in tuple(self._plans.values()):
+            optimizer = plan.optimizer()
+            if optimizer is None or not plan.watched:
+                continue
+            groups = optimizer.param_groups
+            facts = {id(group): _facts(optimizer, group, []) for group in groups}
+            found |= {place: facts[id(group)] for place, group, _ in self._stepped(optimizer)}
+            agreed = {k: v for k, v in groups[0].items() if all(g.get(k) is v for g in groups)}
+            only.append(_facts(optimizer, agreed, []))
+        return found | ({None: only[0]} if len(only) == 1 else {})
+
+    def _stepped(
+        self, optimizer: Optimizer
+    ) -> Iterator[tuple[ParameterPlace, dict[str, Any], torch.Tensor]]:
+        """Each watched parameter of an optimizer: its place, its group, and itself."""
+        plan = self.plan(optimizer)
+        places = dict(plan.watched) if plan is not None else {}
+        pairs = ((group, p) for group in optimizer.param_groups for p in group["params"])
+        for position, (group, parameter) in enumerate(pairs):
+            if position in places:
+                yield places[position], group, parameter
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+
+
+def moments(optimizer: Optimizer, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """An optimizer's moments of a parameter, by name; the step counter is none."""
+    state = optimizer.state.get(parameter, {})
+    return [
+        (name, value)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name != "step"
+    ]
+
+
+def outcome_of(optimizer: Optimizer, scaler: GradScaler | None) -> Outcome:
+    """Of a step that was made: a fused optimizer skips it itself, as a GradScaler told it to."""
+    skipped, scale = getattr(optimizer, "found_inf", None), getattr(scaler, "_scale", None)
+    if not isinstance(skipped, torch.Tensor):
+        return Outcome(id(optimizer), False, math.nan)
+    # The scaler changes its scale in place.
+    kept = scale.clone() if isinstance(scale, torch.Tensor) else math.nan
+    return Outcome(id(optimizer), skipped.clone(), kept)
+
+
+def is_any_optimizer_for(registry: Registry) -> bool:
+    """Whether an optimizer of the process holds a watched parameter. Looks at all objects."""
+    optimizers = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
+    return any(
+        registry.parameter(parameter, "") is not None
+        for optimizer in optimizers
+        for group in getattr(optimizer, "param_groups", ())  # it may be in the making elsewhere
+        for parameter in group["params"]
+    )
+
+
+def _facts(
+    optimizer: Optimizer, group: dict[str, Any], state: list[tuple[str, torch.Tensor]]
+) -> OptimizerFacts:
+    options = {key: value for key, value in group.items() if key != "params"}
+    scans = {}
+    for name, moment in state:
+        with contextlib.suppress(TypeError, ValueError):
+            scans[name] = check(moment, moments=True)
+    return OptimizerFacts(type(optimizer).__name__, options, scans)

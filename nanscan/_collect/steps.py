@@ -1,0 +1,129 @@
+"""StepTracker: the one place that knows when a step begins and ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanscan._data.places import ModulePlace
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done after an event, in this order.
+
+    Attributes:
+        scan_gradients: scan the gradients of all parameters: no optimizer will step them.
+        scan_parameters: scan all parameters: other code than an optimizer has updated them.
+        look: judge what the step has scanned so far; the step goes on. "if bad": where something
+            may be bad; "if known bad": where the host knows that something is.
+        restart: after the look all rows begin anew, in the same step.
+        end: the step ends.
+    """
+
+    scan_gradients: bool = False
+    scan_parameters: bool = False
+    look: Literal["never", "if known bad", "if bad", "always"] = "never"
+    restart: bool = False
+    end: bool = False
+
+
+NOTHING = Decision()
+END = Decision(end=True)
+
+
+class StepTracker:
+    """Follows a run event by event and decides. It calls nobody.
+
+    A step ends at `optimizer.step()` while an optimizer is stepping; at the end of the outermost
+    forward while none is; and only at `Monitor.step()` once that was called. Where a backward ran
+    though no optimizer holds the parameters, other code updates them between the end of that
+    backward and the next forward: the step lasts until then. An outermost forward without gradients
+    in a training run (validation) is judged when it ends and belongs to the step it runs in.
+
+    Attributes:
+        step: number of the current step, from 0.
+        continues: the first part of the current step was judged as a step by itself.
+        waits_for_optimizer: whether an optimizer holds the parameters; None: nobody has looked yet.
+        is_by_hand: other code than an optimizer updates the parameters.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.continues = False
+        self.waits_for_optimizer: bool | None = None
+        self.is_by_hand = False
+        self._is_update_due = False  # by other code, before the next forward
+        self._is_manual = False
+        # Outermost modules whose forward with gradients ended since the last step did.
+        self._ended: set[ModulePlace] = set()
+        self._step_after_forward = -1  # the last one ended with a forward; a backward may follow
+
+    def on_before_forward(self) -> Decision:
+        """An outermost module is about to run, or all that was scanned is asked for."""
+        if not self._is_update_due:
+            return NOTHING
+        self._is_update_due = False
+        return Decision(scan_parameters=True, end=not self._is_manual)
+
+    def on_after_forward(
+        self, place: ModulePlace, *, with_gradients: bool, is_recomputing: bool
+    ) -> Decision:
+        """An outermost module returned.
+
+        Args:
+            place: the module.
+            with_gradients: autograd was recording.
+            is_recomputing: a checkpoint runs the module again, inside of a backward.
+        """
+        if self._is_manual or is_recomputing:
+            return NOTHING
+        if not (self.is_by_hand or self.waits_for_optimizer):
+            self._step_after_forward = self.step + 1 if with_gradients else -1
+            return END
+        if not with_gradients:  # validation starts afresh; a teacher amid a step must not split it
+            return Decision(look="always", restart=not self._ended)
+        was_there = place in self._ended
+        self._ended.add(place)
+        if self.is_by_hand:
+            return Decision(look="if known bad")
+        # Its last call led to no optimizer step: accumulation, or a GradScaler skipped it.
+        return Decision(look="if bad") if was_there else NOTHING
+
+    def on_before_backward(self, *, is_trainable: bool, has_scans: bool) -> None:
+        """A backward of a watched model starts, and no optimizer holds the parameters.
+
+        Args:
+            is_trainable: some parameter requires a gradient.
+            has_scans: something was scanned since the last step ended.
+        """
+        if self.is_by_hand or not is_trainable:
+            return
+        self.is_by_hand = True
+        if self.step == self._step_after_forward and not has_scans:
+            self.step -= 1  # its forward was taken for the whole step
+            self.continues = True
+
+    def on_after_backward(self) -> Decision:
+        """That backward ended."""
+        if not self.is_by_hand:
+            return NOTHING
+        self._is_update_due = True
+        return Decision(scan_gradients=True, look="if known bad")
+
+    def on_after_optimizer_step(self) -> Decision:
+        """An optimizer of watched parameters stepped, or a GradScaler skipped that."""
+        self.waits_for_optimizer = True
+        self.is_by_hand = self._is_update_due = False
+        return NOTHING if self._is_manual else END
+
+    def on_manual_step(self) -> Decision:
+        """The user ends a step. From the first time on, nothing else does."""
+        self._is_manual = True
+        return Decision(scan_parameters=self.on_before_forward().scan_parameters, end=True)
+
+    def ended(self) -> None:
+        """The step was ended, as decided; the next one begins."""
+        self.step += 1
+        self.continues = False
+        self._ended.clear()

@@ -1,0 +1,60 @@
+"""KeptCall: how a call of an outermost module began, kept until its step is judged."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanscan._data.places import ModulePlace
+
+# What torch.load takes with weights_only=True, tensors and containers aside.
+PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes}
+    | {torch.dtype, torch.device, torch.layout, torch.Size}
+)
+TENSORS = (torch.Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor that went into a call.
+
+    Attributes:
+        tensor: the tensor itself, not a copy.
+        version: its version then; None: torch counts none for it.
+        path: where it lies in the arguments, such as "args[0]".
+    """
+
+    tensor: torch.Tensor
+    version: int | None
+    path: str
+
+
+@dataclass(frozen=True)
+class KeptCall:
+    """How a call of an outermost module began.
+
+    Attributes:
+        module: the module.
+        place: its place; None: it has none.
+        args: positional arguments; containers are copies, with each tensor in a `KeptTensor`.
+        kwargs: keyword arguments, likewise.
+        rng: states of random number generators.
+        autocast: dtype by type of device, where autocast was on.
+        notes: what is special about arguments, by path.
+        was_stepped: whether an optimizer has stepped since.
+    """
+
+    module: weakref.ref[nn.Module]
+    place: ModulePlace | None
+    args: Any
+    kwargs: Any
+    rng: dict[str, Any]
+    autocast: dict[str, torch.dtype]
+    notes: Mapping[str, str]
+    was_stepped: Callable[[], bool]

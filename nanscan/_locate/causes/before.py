@@ -1,0 +1,63 @@
+"""Rules about what was bad before: data, parameters, and memory that nothing has written to."""
+
+from __future__ import annotations
+
+from nanscan._data.cause import Cause
+from nanscan._locate.causes.evidence import OpEvidence, rule
+from nanscan._locate.causes.op_call import OpCall, call_of, is_bad
+from nanscan._locate.causes.wording import bad_of, named
+
+
+@rule(verdicts=("propagated",))
+def bad_before_the_search(evidence: OpEvidence) -> Cause | None:
+    """A parameter, a gradient or other data was bad before any op ran."""
+    location = evidence.location
+    bad = next(filter(is_bad, location.operands), None)
+    if bad is None or bad.stats is None:
+        return None
+    held = f"{named(bad)} held {bad_of(bad.stats)} when {location.op} first read it"
+    if bad.what.startswith("gradient of "):
+        return Cause(
+            f"the {bad.what} was bad before it was watched",
+            held,
+            "watch its backward too: nanscan.locate(lambda: loss_of(batch).backward())",
+        )
+    if bad.what:
+        return Cause(
+            f"{bad.what} was bad before anything ran",
+            held,
+            "it went bad in an earlier step: nanscan.replay that one, or load a checkpoint that is "
+            "finite. If it was never initialised, call reset_parameters() after to_empty()",
+        )
+    return Cause(
+        "the data was bad before anything ran",
+        held,
+        "drop or repair the sample where it is loaded: assert torch.isfinite(batch).all()",
+    )
+
+
+@rule(functions=("empty*", "new_empty*", "resize*", "set*"))
+def uninitialised_memory(evidence: OpEvidence) -> Cause | None:
+    """An op read memory that nothing had written to."""
+    function, result = evidence.call.function, evidence.call.result
+    held = f" of {list(result.shape)}" if result is not None else ""
+    reader = evidence.location.consequence
+    read = f"{reader.name} read it" if reader is not None else "it was read"
+    seen = "" if reader is None else _bad_argument_of(call_of(reader))
+    return Cause(
+        "memory was read that nothing had been written to",
+        f"{evidence.location.op} returns memory{held} as it was found; {read}{seen}, and nothing "
+        "wrote it",
+        f"torch.zeros in the place of {_python_name(function)}, or write all of it first",
+    )
+
+
+def _bad_argument_of(reader: OpCall) -> str:
+    bad = next(filter(is_bad, reader.tensors.values()), None)
+    return "" if bad is None or bad.stats is None else f" with {bad_of(bad.stats)}"
+
+
+def _python_name(function: str) -> str:
+    if function in ("resize", "set"):
+        return f"tensor.{function}_"
+    return f"tensor.{function}" if function.startswith("new_") else f"torch.{function}"

@@ -1,0 +1,113 @@
+"""Rules about masks: rows of a softmax that are all -Inf, and 0 * -Inf."""
+
+from __future__ import annotations
+
+import math
+
+from nanscan._data.cause import Cause
+from nanscan._data.location import Operand
+from nanscan._data.text import plural
+from nanscan._locate.causes.evidence import OpEvidence, rule
+from nanscan._locate.causes.singularities import zeros
+from nanscan._locate.causes.wording import named
+
+SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+
+UNMASK = (
+    "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of -inf; or let padded "
+    "rows see one key and drop them later; F.scaled_dot_product_attention returns 0 for such rows"
+)
+
+
+@rule(functions=(*SOFTMAX, "logsumexp"), of_forward=True)
+def fully_masked_rows(evidence: OpEvidence) -> Cause | None:
+    """A softmax, or the forward softmax of this backward, has rows that are all -Inf."""
+    call = evidence.forward_call
+    given = call.tensors.get("self")
+    if given is None or given.stats is None:
+        return None
+    dim = call.settings.get("dim", -1)
+    dims = dim if isinstance(dim, (list, tuple)) else [dim]
+    size = math.prod(given.shape[int(d)] for d in dims) if given.shape else 1
+    made = call.results[0].stats if call.results else None
+    if made is None or given.stats.nan_count or given.stats.posinf_count:
+        return None
+    if call.function == "logsumexp":
+        rows, rest = made.neginf_count, 0
+    else:
+        rows, rest = divmod(made.nan_count, size)
+    if not rows or rest or given.stats.neginf_count < rows * size:
+        return None
+    return Cause(
+        f"{plural(rows, 'row')} of the softmax {'is' if rows == 1 else 'are'} fully masked",
+        f"{named(given)} holds {given.stats.neginf_count:,} -Inf; the bad values are "
+        f"{plural(rows, 'whole row')} of {size} along dim {dim}",
+        UNMASK,
+    )
+
+
+@rule(functions=("sub",))
+def masked_row_by_hand(evidence: OpEvidence) -> Cause | None:
+    """A softmax written by hand: x - x.max() is -Inf - (-Inf) in a row that is all -Inf."""
+    call = evidence.call
+    scores, most, made = call.stats("self"), call.stats("other"), call.result
+    if scores is None or most is None or made is None or made.stats is None:
+        return None
+    rows, per_row = most.neginf_count, scores.numel // most.numel if most.numel else 0
+    if not rows or per_row <= 1 or made.stats.nan_count != rows * per_row:
+        return None
+    return Cause(
+        f"{plural(rows, 'row')} of a hand-written softmax {'is' if rows == 1 else 'are'} fully "
+        "masked: -Inf - (-Inf)",
+        f"{named(call.tensors['other'])}, the maximum of each row, holds {rows:,} -Inf; the "
+        f"{made.stats.nan_count:,} NaN are {plural(rows, 'whole row')} of {per_row}",
+        UNMASK,
+    )
+
+
+@rule(functions=("*scaled_dot_product*",), of_forward=True)
+def masked_query(evidence: OpEvidence) -> Cause | None:
+    """An attention kernel has rows of NaN, and its mask has enough -Inf to mask them."""
+    call = evidence.forward_call
+    mask = call.tensors.get("attn_mask") or call.tensors.get("attn_bias")
+    made = call.results[0] if call.results else None
+    if mask is None or mask.stats is None:
+        return None
+    if made is None or made.stats is None or not made.stats.nan_count:
+        return None
+    keys, width = mask.shape[-1], made.shape[-1]
+    rows, rest = divmod(made.stats.nan_count, width)
+    if rest or mask.stats.neginf_count < keys:
+        return None
+    return Cause(
+        f"{plural(rows, 'query row')} of an attention {'is' if rows == 1 else 'are'} fully masked",
+        f"{named(mask)} holds {mask.stats.neginf_count:,} -Inf, {keys} mask a row; the result has "
+        f"{plural(rows, 'whole row')} of {width} NaN",
+        UNMASK,
+    )
+
+
+@rule(functions=("mul",))
+def zero_times_inf(evidence: OpEvidence) -> Cause | None:
+    """A mask written as (1 - mask) * -inf: where the mask is 1, this is 0 * -inf = NaN."""
+    call = evidence.call
+    if call.result is None or call.result.stats is None:
+        return None
+    sides = [call.tensors.get("self"), call.tensors.get("other")]
+    factor = call.number("other")
+    if factor is not None and not math.isinf(factor):
+        return None
+    has_inf = factor is not None or any(map(_has_inf, sides))
+    held = next((text for s in sides if s and (text := zeros(s))), "")
+    if not has_inf or not held or not call.result.stats.nan_count:
+        return None
+    times = f"{factor:g}" if factor is not None else "Inf"
+    return Cause(
+        f"0 * {times} is NaN: a mask is not multiplied by {times}",
+        f"an operand holds {held}; the product has {call.result.stats.nan_count:,} NaN",
+        "scores.masked_fill(mask == 0, float('-inf')) in the place of scores + (1 - mask) * -inf",
+    )
+
+
+def _has_inf(operand: Operand | None) -> bool:
+    return operand is not None and operand.stats is not None and operand.stats.inf_count > 0

@@ -1,0 +1,44 @@
+"""Numbers of an op as rules put them into words."""
+
+from __future__ import annotations
+
+from nanscan._data.location import Operand
+from nanscan._data.result import ScanResult, bad_counts
+from nanscan._data.text import dtype_name, share
+from nanscan._locate.causes.bounds import PRODUCTS, bound, limit, summed_products
+from nanscan._locate.causes.op_call import OpCall, absmax
+
+
+def named(operand: Operand) -> str:
+    """A tensor by the name of its argument, and what it is: "self (fc.weight)"."""
+    return f"{operand.name} ({operand.what})" if operand.what else operand.name
+
+
+def bad_of(stats: ScanResult) -> str:
+    """Counts of non-finite values and of all: "3 NaN, 1 Inf of 12"."""
+    return f"{bad_counts(stats)} of {stats.numel:,}"
+
+
+def made_counts(call: OpCall) -> str:
+    """Counts of non-finite values in the result of a call."""
+    stats = call.result.stats if call.result is not None else None
+    return "" if stats is None else f"the result has {bad_of(stats)}"
+
+
+def reaches(call: OpCall) -> str:
+    """How large operands are, and how large the result can get, next to the limit of its dtype."""
+    dtype, largest = call.made.dtype, bound(call)
+    most = limit(dtype)
+    parts = [
+        f"{named(o)} reaches {absmax(o):.6g}, {share(absmax(o), most)} of the largest "
+        f"{dtype_name(dtype)}"
+        for o in call.tensors.values()
+        if absmax(o)
+    ]
+    parts += [
+        f"{name} is {call.settings[name]:g}" for name in ("other", "exponent") if call.number(name)
+    ]
+    products = summed_products(call) if call.function in PRODUCTS else None
+    of = f", {products:,} products a value" if products else ""
+    parts.append(f"the result can get to {largest:.3g}{of}; {dtype_name(dtype)} ends at {most:.6g}")
+    return "; ".join(parts)

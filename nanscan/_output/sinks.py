@@ -1,0 +1,150 @@
+"""Sinks: where findings go. Each action of `enable` is one; users may write their own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from nanscan._data.errors import NonFiniteError, NonFiniteWarning
+from nanscan._data.finding import Finding, Located
+from nanscan._data.frames import is_library
+
+_logger = logging.getLogger("nanscan")
+
+
+class Sink:
+    """Where a monitor's findings go. A subclass overrides what it needs.
+
+    Sinks are called in the thread that trains, between two steps, one at a time. What one raises
+    goes to the user's code.
+    """
+
+    def on_finding(self, finding: Finding) -> None:
+        """The first fault of an episode, or a finding that is no fault."""
+
+    def on_located(self, located: Located) -> None:
+        """A later step showed the op behind a finding: under `enable(locate=True)`."""
+
+    def on_step(self, step: int) -> None:
+        """A step, or a part of one, was judged; its findings have been handed over."""
+
+    def flush(self) -> None:
+        """Whatever is held back is to be written now."""
+
+    def close(self) -> None:
+        """The monitor is closed. Nothing more comes."""
+
+
+Named = Literal["warn", "raise", "log"]
+Action = Named | Callable[[Finding | Located], object] | Sink
+
+
+class _Standard(Sink):
+    """Logs what is no fault. Subclasses say what happens to faults and locations."""
+
+    def on_finding(self, finding: Finding) -> None:
+        text = f"nanscan: {finding}"
+        if finding.is_fault:
+            self._on_fault(finding, text)
+        elif finding.verdict == "near-limit":
+            _logger.warning(text)
+        else:
+            _logger.info(text)
+
+    def on_located(self, located: Located) -> None:
+        warn(f"nanscan: {located}")
+
+    def _on_fault(self, finding: Finding, text: str) -> None:
+        """The first fault of an episode, and its report."""
+
+
+class Warn(_Standard):
+    """Emits a NonFiniteWarning for each fault."""
+
+    def _on_fault(self, finding: Finding, text: str) -> None:
+        warn(text)
+
+
+class Raise(_Standard):
+    """Raises a NonFiniteError for each fault; a location, which comes steps later, is a warning."""
+
+    def _on_fault(self, finding: Finding, text: str) -> None:
+        raise NonFiniteError(text, finding=finding)
+
+
+class Log(_Standard):
+    """Logs faults as errors to the logger "nanscan"."""
+
+    def _on_fault(self, finding: Finding, text: str) -> None:
+        _logger.error(text)
+
+    def on_located(self, located: Located) -> None:
+        """Logs it as an error, too."""
+        _logger.error("nanscan: %s", located)
+
+
+class Call(Sink):
+    """Calls a function with each Finding and each Located."""
+
+    def __init__(self, function: Callable[[Finding | Located], object]) -> None:
+        self._function = function
+
+    def on_finding(self, finding: Finding) -> None:
+        """Calls the function."""
+        self._function(finding)
+
+    def on_located(self, located: Located) -> None:
+        """Calls the function."""
+        self._function(located)
+
+
+_NAMED: dict[str, type[Sink]] = {"warn": Warn, "raise": Raise, "log": Log}
+
+
+def sinks_of(action: Action | Iterable[Action]) -> list[Sink]:
+    """The sinks that `action` of `enable` names; one that raises comes last.
+
+    Args:
+        action: "warn", "raise", "log", a callable, a Sink, or several of these.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(action, (str, Sink)) or callable(action) or not isinstance(action, Iterable):
+        return [_sink_of(action)]
+    found = [_sink_of(item) for item in action]
+    return sorted(found, key=lambda sink: isinstance(sink, Raise))
+
+
+def _sink_of(action: object) -> Sink:
+    if isinstance(action, Sink):
+        return action
+    if isinstance(action, str) and action in _NAMED:
+        return _NAMED[action]()
+    if callable(action):
+        return Call(action)
+    raise ValueError(
+        "nanscan: action must be 'warn', 'raise', 'log', a callable or a nanscan.Sink, got "
+        f"{action!r}"
+    )
+
+
+def without_raising(sinks: Iterable[Sink]) -> list[Sink]:
+    """The same sinks, with warnings in the place of errors."""
+    return [Warn() if isinstance(sink, Raise) else sink for sink in sinks]
+
+
+def warn(text: str) -> None:
+    """Warns at the innermost line of user code."""
+    warnings.warn(text, NonFiniteWarning, stacklevel=_user_stacklevel())
+
+
+def _user_stacklevel() -> int:
+    """The stacklevel, for a warning of the caller, of the innermost frame of user code."""
+    frame, level = sys._getframe(1), 1  # noqa: SLF001
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level

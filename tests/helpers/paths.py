@@ -1,0 +1,6 @@
+"""Where the checkout lies."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent

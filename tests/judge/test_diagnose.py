@@ -1,0 +1,130 @@
+"""What all causes have in common: few, best first, only where something began, and only when asked.
+
+Each cause has its tests in test_diagnose_forward.py, _gradients.py or _optimizer.py.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.models import NAN, Do, Net, batch, diagnosed, first_fault, infer, sgd, titles, train
+from nanscan import _monitor
+from nanscan._judge import causes
+
+
+def test_nothing_is_asked_while_all_is_clean(monkeypatch):
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(_monitor, "causes", refuse)
+    monkeypatch.setattr(_monitor, "unlikely", refuse)
+    model = Net()
+    inputs = [batch(seed) for seed in range(3)]
+    assert diagnosed(model, lambda: train(model, sgd(model), inputs)).findings == []
+
+
+def test_what_was_handed_on_has_neither_causes_nor_refuted_suspicions():
+    model = nn.Sequential(Do(torch.sqrt), Do(lambda x: x * 1), nn.Linear(4, 4))
+    findings = diagnosed(model, lambda: infer(model, -batch().abs())).findings
+    assert [f.verdict for f in findings] == ["origin", "propagated", "propagated"]
+    assert findings[0].unlikely
+    assert [(f.causes, f.unlikely) for f in findings[1:]] == [([], [])] * 2
+
+
+def test_three_causes_at_most(monkeypatch):
+    monkeypatch.setattr(
+        causes,
+        "_RULES",
+        tuple(
+            lambda *_, title=title: None if title == "c" else causes.Cause(title, "", "")
+            for title in "abcdef"
+        ),
+    )
+    model = Do(lambda x: x / 0)
+    assert titles(first_fault(diagnosed(model, lambda: infer(model, batch())))) == ["a", "b", "d"]
+
+
+def test_a_bad_input_refutes_nothing():
+    """A mask of -Inf alone is not finite, though it is no fault."""
+    model = Do(lambda x, mask: (x + mask) * NAN)
+    finding = first_fault(
+        diagnosed(model, lambda: model(batch(), torch.tensor([0, 0, 0, float("-inf")])))
+    )
+    assert finding.verdict == "origin"
+    assert "batch" not in str(finding.unlikely)
+
+
+@pytest.mark.parametrize(("top", "is_far"), [(40.0, True), (50.0, False)])
+def test_overflow_is_refuted_only_where_exp_would_fit(top, is_far):
+    """The logarithm of the largest float32 is 88.7; half of that is taken for safe."""
+    x = torch.tensor([-1.0, top])
+    model = Do(torch.sqrt)
+    finding = first_fault(diagnosed(model, lambda: infer(model, x)))
+    assert ("overflow" in str(finding.unlikely)) is is_far
+
+
+def test_exploding_gradients_are_not_refuted_by_few_or_rising_ones():
+    def run(scales):
+        model = Net()
+        scales = iter(scales)
+        inputs = [batch(0)] * 6
+        return first_fault(
+            diagnosed(
+                model,
+                lambda: train(
+                    model, sgd(model, 1e-9), inputs, lambda out: out.sum() * next(scales)
+                ),
+            )
+        )
+
+    assert "exploding" in str(run([1.0, 1.0, 1.0, 1.0, 1.0, NAN]).unlikely)
+    assert "exploding" not in str(run([1.0, 1.0, 1.0, 1.0, 9.0, NAN]).unlikely)
+    assert "exploding" not in str(run([1.0, 1.0, 1.0, NAN, 1.0, 1.0]).unlikely)
+    assert "exploding" not in str(run([0.0, 0.0, 0.0, 0.0, 0.0, NAN]).unlikely)
+
+
+def test_an_infinite_gradient_is_not_refuted_by_calm_ones_before():
+    model = Net()
+    optimizer = sgd(model, 1e-9)
+
+    def run():
+        train(model, optimizer, [batch()] * 6)
+        model.fc2.bias.register_hook(lambda gradient: gradient / 0)
+        train(model, optimizer, [batch()])
+
+    finding = first_fault(diagnosed(model, run))
+    assert finding.site.kind == "grad"
+    assert "exploding" not in str(finding.unlikely)
+
+
+def test_without_float_inputs_nothing_is_said_of_the_batch():
+    model = nn.Sequential(nn.Embedding(3, 4), Do(lambda x: (x - 100).sqrt()))
+    finding = first_fault(diagnosed(model, lambda: model(torch.arange(3))))
+    assert finding.verdict == "origin"
+    assert "batch" not in str(finding.unlikely)
+
+
+def test_without_a_look_at_the_forward_overflow_is_not_refuted():
+    model = Net()
+    model.fc1.bias.register_hook(lambda gradient: gradient * NAN)
+    monitor = diagnosed(model, lambda: train(model, sgd(model), [batch()]), kinds="grad")
+    assert first_fault(monitor).unlikely == []
+
+
+def test_a_second_origin_does_not_follow_finite_values_only():
+    """Two branches of one input; the second finding does not speak of the first one's values."""
+
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Do(torch.sqrt), Do(torch.log)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    model = Fork()
+    first, second = diagnosed(model, lambda: infer(model, -batch().abs())).findings[:2]
+    assert [str(first.site), str(second.site)] == ["a output", "b output"]
+    assert second.verdict == "origin"
+    assert "overflow" in str(first.unlikely)
+    assert "overflow" not in str(second.unlikely)

@@ -1,0 +1,385 @@
+"""Causes of what goes bad in a forward: each with a true case, and with a look-alike."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers.models import INF, NAN, Do, batch, diagnosed, first_fault, infer, sgd, titles, train
+
+OVERFLOW = "overflow of float16: values grew beyond 65504"
+BRANCHES = "two branches meet here, and their sum does not fit into float16"
+FAR = "inputs are far from unit scale for 16-bit training"
+MASKED = "a fully masked row: softmax over nothing but -Inf is 0/0"
+NOTHING = "the loss is a mean over nothing, or a log, root or quotient outside of its domain"
+
+
+def inferred(model, *inputs):
+    """The first fault of some forwards."""
+    return first_fault(diagnosed(model, lambda: infer(model, *inputs)))
+
+
+def test_bad_input_batch_and_a_value_that_only_the_model_can_have_made():
+    x = torch.ones(2, 4)
+    x[1, 3] = INF
+    finding = inferred(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), x)
+    assert titles(finding) == ["the batch was bad before the model saw it"]
+    assert finding.unlikely == []
+    x = torch.tensor([INF, 60000.0]).half()  # whatever made it, the model did not
+    finding = inferred(Do(lambda x: x * 1), x)
+    assert titles(finding) == ["the batch was bad before the model saw it"]
+
+    class Divides(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x) / 0)
+
+    finding = inferred(Divides(nn.Linear(4, 4), nn.Linear(4, 1)), torch.ones(2, 4))
+    assert str(finding.site) == "1 input[0]"
+    assert titles(finding) == []
+    assert finding.unlikely == ["bad input batch: every input of the step is finite, absmax 1"]
+
+
+# -- overflow --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("by", "overflows"), [(60000.0, True), (INF, False)])
+def test_overflow_and_an_inf_that_no_large_value_stands_beside(by, overflows):
+    values = torch.tensor([0.5, 0.9, 2.0]) if overflows else torch.tensor([1e-3, 1.0, 0.0])
+    finding = inferred(Do(lambda x: x * by), values.half())
+    assert (str(finding.site), finding.verdict) == ("Do output", "origin")
+    assert (OVERFLOW in titles(finding)) is overflows
+
+
+def test_an_overflow_of_everything_rests_on_the_steps_before():
+    rising = [torch.full((3,), top).half() for top in (0.1, 0.4, 1.0, 1.5, 4.0)]
+    finding = inferred(Do(lambda x: x * 20000), *rising)
+    assert titles(finding) == [OVERFLOW]
+    assert finding.causes[0].evidence == (
+        "3 Inf beside no finite value, and before that up to 30,000 (46% of the largest float16); "
+        "absmax before went from 2,000 to 30,000 in 4 steps"
+    )
+
+
+def test_nan_beside_large_values_is_no_overflow():
+    finding = inferred(Do(lambda x: x.sqrt() * 240), torch.tensor([-1.0, 6.5e4]).half())
+    assert finding.stats.absmax > 60000
+    assert OVERFLOW not in titles(finding)
+
+
+@pytest.mark.parametrize("tops", [[1e3, 5e3, 25e3], [25e3, 25e3, 25e3], [25e3]])
+def test_near_the_limit_with_and_without_a_trend(tops):
+    model = Do(lambda x: x * 1.5)
+    monitor = diagnosed(model, lambda: infer(model, *[torch.tensor([top]).half() for top in tops]))
+    (finding,) = monitor.findings
+    assert finding.verdict == "near-limit"
+    if tops[0] == 1e3:
+        assert titles(finding) == ["values grow towards the largest float16"]
+        assert finding.causes[0].evidence == (
+            "absmax went from 1,500 to 37,504 in 3 steps, of late 5-fold a step; so it passes "
+            "65504 in the next step"
+        )
+    else:
+        assert titles(finding) == []
+
+
+class Residual(nn.Module):
+    def __init__(self, scale, combine=torch.add):
+        super().__init__()
+        self.stem = Do(lambda x: x * 10)
+        self.branch = Do(lambda x: x * scale)
+        self.after = nn.Identity()
+        self.combine = combine
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.after(self.combine(x, self.branch(x)))
+
+
+def test_branches_whose_sum_does_not_fit():
+    inputs = [torch.tensor([1.0, top]).half() for top in (10.0, 500.0, 2300.0)]
+    finding = inferred(Residual(2.0), *inputs)
+    assert (finding.step, str(finding.site)) == (2, "after input[0]")
+    assert titles(finding)[0] == BRANCHES
+    assert finding.causes[0].evidence == (
+        "absmax of stem output went from 100 to 23,008 in 3 steps, that of branch output "
+        "went from 200 to 46,016 in 3 steps; their sum can reach 69,024, the largest is 65504"
+    )
+
+
+def test_branches_that_fit_are_not_added_here():
+    """The sum of both would fit: something else made Inf of them."""
+    product = Residual(2.0, lambda a, b: a * b)
+    finding = inferred(product, torch.tensor([1.0, 900.0]).half())
+    assert str(finding.site) == "after input[0]"
+    assert BRANCHES not in titles(finding)
+
+
+def test_branches_that_do_not_fit_but_became_nan_were_not_added():
+    finding = inferred(Residual(2.0, lambda a, b: a * 0 * NAN), torch.tensor([1.0, 2300.0]).half())
+    assert (str(finding.site), finding.stats.inf_count) == ("after input[0]", 0)
+    assert BRANCHES not in titles(finding)
+
+
+def test_a_layer_of_torch_adds_no_branches():
+    model = nn.Bilinear(1, 1, 1).half()
+    x = torch.tensor([[40000.0]]).half()
+    finding = first_fault(diagnosed(model, lambda: model(x, x.clone())))
+    assert (str(finding.site), finding.stats.inf_count) == ("Bilinear output", 1)
+    assert BRANCHES not in titles(finding)
+
+
+@pytest.mark.parametrize(("scale", "far"), [(255.0, True), (1.0, False)])
+def test_inputs_far_from_unit_scale(scale, far):
+    finding = inferred(Do(lambda x: x / 0), torch.full((2, 4), scale).half())
+    assert titles(finding) == ([FAR] if far else [])
+    assert not far or finding.causes[0].evidence == "Do input[0] reaches 255"
+
+
+def test_calm_training_in_float32_takes_any_scale():
+    assert titles(inferred(Do(lambda x: x / 0), torch.full((2, 4), 255.0))) == []
+
+
+def test_an_additive_mask_is_not_far_from_unit_scale():
+    mask = torch.zeros(2, 4).half()
+    mask[:, 1] = -30000.0
+    assert titles(inferred(Do(lambda x: x / 0), mask)) == []
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+class HandMadeNorm(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + self.eps).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype", "eps"),
+    [
+        (nn.BatchNorm1d(3, eps=1e-300), torch.float32, "1e-300 is 0 in float32"),
+        (nn.GroupNorm(3, 3, eps=0.0), torch.float32, "0 is 0 in float32"),
+        (HandMadeNorm(1e-8), torch.float16, "1e-08 is 0 in float16"),
+    ],
+)
+def test_zero_variance(norm, dtype, eps):
+    x = torch.randn(4, 3, 5, dtype=dtype)
+    x[:, 1] = 0.5
+    finding = inferred(norm, x)
+    kind = type(norm).__name__
+    assert titles(finding) == [
+        f"zero variance: {kind} divides by the square root of 0, as its eps={eps}"
+    ]
+    whole = "; that is 1 of 3 channels" if kind != "HandMadeNorm" else ""
+    assert finding.causes[0].evidence == (
+        f"20 of 60 values are bad{whole}; what it was given is finite"
+    )
+    assert finding.unlikely[0].startswith("bad input batch: every input of the step is finite")
+
+
+def test_a_norm_with_an_eps_that_overflows_has_no_zero_variance():
+    norm = nn.LayerNorm(4).half()
+    nn.init.constant_(norm.weight, 60000.0)
+    finding = inferred(norm, torch.tensor([[0.0, 0.0, 0.0, 9.0]]).half())
+    assert "variance" not in str(finding.causes)
+
+
+def test_an_eps_of_0_in_what_is_no_norm():
+    class Divides(HandMadeNorm):
+        pass
+
+    assert titles(inferred(Divides(0.0), torch.full((2, 4), 0.5))) == []
+
+
+def standardise(x):
+    return (x - x.mean(0)) / x.std(0)
+
+
+def test_a_single_sample():
+    finding = inferred(Do(standardise), batch(), batch(1), batch(2, rows=1))
+    assert titles(finding) == [
+        "the batch has one sample, and the variance of a single value is 0/0"
+    ]
+    assert finding.causes[0].evidence == (
+        "all 4 values of shape [1, 4] are NaN; in the 2 steps before there were at least 12, all "
+        "finite"
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nan_of_a_batch_of_the_usual_size_is_no_single_sample(rows):
+    finding = inferred(Do(torch.sqrt), batch(rows=rows).abs(), -batch(rows=rows).abs())
+    assert finding.stats.nan_count == finding.stats.numel
+    assert titles(finding) == []
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_smaller_batch_and_a_part_of_one_are_no_single_sample(rows):
+    """Two samples that are all NaN, and one that is so in part."""
+    last = -batch(1, rows=rows).abs()
+    if rows == 1:
+        last[0, 0] = 1.0
+    finding = inferred(Do(torch.sqrt), batch().abs(), last)
+    assert titles(finding) == []
+
+
+def test_fully_masked_rows_of_softmax():
+    scores = torch.randn(3, 5)
+    scores[0, :2] = scores[1] = -INF
+    finding = inferred(nn.Softmax(-1), scores)
+    assert titles(finding) == [MASKED]
+    assert finding.causes[0].evidence == (
+        "5 NaN and no +Inf: 1 whole row of 5; Softmax input[0] holds 7 -Inf; all else that went "
+        "in is finite"
+    )
+    scores[1, 4] = 0
+    assert diagnosed(nn.Softmax(-1), lambda: nn.Softmax(-1)(scores)).findings == []
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+def test_fully_masked_rows_of_attention(boolean):
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, mask = torch.randn(2, 5, 8), torch.zeros(5, 5)
+    mask[3] = -INF
+    given = mask.isinf() if boolean else mask
+
+    def run():
+        attention(x, x, x, attn_mask=given)
+
+    finding = first_fault(diagnosed(attention, run))
+    assert titles(finding) == [MASKED]
+    assert finding.causes[0].evidence == (
+        "16 NaN and no +Inf: 2 whole rows of 8; "
+        + (
+            "no float mask was given"
+            if boolean
+            else "MultiheadAttention input.attn_mask holds 5 -Inf"
+        )
+        + "; all else that went in is finite"
+    )
+
+
+def test_fully_masked_rows_in_code_of_no_module():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.after = nn.Identity()
+
+        def forward(self, x, mask):
+            return self.after((x @ x.mT + mask).softmax(-1))
+
+    model, mask = Attends(), torch.full((5, 5), -INF)
+    finding = first_fault(diagnosed(model, lambda: model(torch.randn(5, 5), mask)))
+    assert str(finding.site) == "after input[0]"
+    assert titles(finding) == ["NaN out of -Inf: a fully masked softmax row, or 0 * -Inf"]
+    assert "Attends input[1] holds 25 -Inf" in finding.causes[0].evidence
+
+
+def test_nan_and_inf_beside_a_mask_are_no_masked_rows():
+    model = Do(lambda x, mask: torch.stack([x / 0, (x + mask) * 0]))
+    mask = torch.tensor([0.0, 0.0, 0.0, -INF])
+    finding = first_fault(diagnosed(model, lambda: model(batch().abs(), mask)))
+    assert finding.stats.posinf_count
+    assert finding.stats.nan_count
+    assert titles(finding) == []
+
+
+def test_nan_beside_a_mask_that_is_not_of_whole_rows():
+    """Something else than softmax made it: part of a row only."""
+
+    class Spoilt(nn.Softmax):
+        def forward(self, x):
+            out = super().forward(x)
+            out[1, 1] = NAN
+            return out
+
+    scores = torch.randn(3, 5)
+    scores[0, :2] = -INF
+    assert titles(inferred(Spoilt(-1), scores)) == []
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def trained(loss):
+    model = nn.Linear(4, 3)
+    return first_fault(diagnosed(None, lambda: train(model, sgd(model), [batch()], loss)))
+
+
+IGNORED = torch.full((3,), -100)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "labels"),
+    [
+        (nn.CrossEntropyLoss(), IGNORED),
+        (nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0, 1.0])), torch.zeros(3, dtype=int)),
+    ],
+)
+def test_a_loss_module_with_nothing_to_average(criterion, labels):
+    finding = trained(lambda out: criterion(out, labels))
+    assert (str(finding.site), finding.verdict) == ("CrossEntropyLoss output", "origin")
+    assert titles(finding) == ["CrossEntropyLoss is a mean over nothing, 0/0"]
+    evidence = finding.causes[0].evidence
+    assert "it is NaN, not Inf, of finite logits with absmax" in evidence
+    assert "ignore_index=-100" in evidence
+
+
+def test_a_loss_module_of_an_empty_tensor():
+    criterion = nn.MSELoss()
+    finding = trained(lambda out: criterion(out[:0], out[:0].detach()))
+    assert titles(finding) == ["MSELoss is a mean over nothing, 0/0"]
+    assert finding.causes[0].evidence.endswith("it was given [0, 3]")
+    gone = trained(lambda out: nn.MSELoss()(out[:0], out[:0].detach()))
+    assert str(gone.site) == "MSELoss output"
+    assert titles(gone) == [NOTHING]
+
+
+def test_a_loss_module_that_is_bad_for_another_reason():
+    """Infinite weights; and -Inf among the logits, of which 0 * -Inf is NaN."""
+    heavy = nn.CrossEntropyLoss(weight=torch.tensor([INF, 1.0, 1.0]), reduction="sum")
+    assert "nothing" not in str(
+        trained(lambda out: heavy(out * 0, torch.ones(3, dtype=int))).causes
+    )
+    finding = trained(lambda out: nn.CrossEntropyLoss()(out - INF, torch.ones(3, dtype=int)))
+    assert "nothing" not in str(finding.causes)
+
+
+def test_a_loss_of_no_module():
+    def ignoring(out):
+        return F.cross_entropy(out, IGNORED)
+
+    model = nn.Linear(4, 3)
+    finding = first_fault(diagnosed(model, lambda: train(model, sgd(model), [batch()], ignoring)))
+    assert (str(finding.site), finding.verdict) == ("loss", "origin")
+    assert titles(finding) == [NOTHING]
+    assert "it is NaN, not Inf, and the 2 tensors scanned before it are finite" in (
+        finding.causes[0].evidence
+    )
+    assert finding.unlikely[1].startswith("overflow: finite values of the step reach")
+
+
+@pytest.mark.parametrize("loss", [lambda out: out.sum() / 0, lambda out: (out * 1e30).exp().sum()])
+def test_an_infinite_loss_is_no_mean_over_nothing(loss):
+    model = nn.Linear(4, 3)
+    finding = first_fault(diagnosed(model, lambda: train(model, sgd(model), [batch()], loss)))
+    assert str(finding.site) == "loss"
+    assert NOTHING not in titles(finding)
+
+
+def test_a_loss_of_values_that_may_overflow_inside_of_it():
+    model = nn.Linear(4, 3)
+    finding = first_fault(
+        diagnosed(
+            model,
+            lambda: train(
+                model, sgd(model), [batch() * 1e4], lambda out: (out.exp() / out.exp().sum()).sum()
+            ),
+        )
+    )
+    assert str(finding.site) == "loss"
+    assert finding.stats.nan_count == 1
+    assert NOTHING not in titles(finding)

@@ -1,0 +1,166 @@
+"""Causes of bad parameters and moments: each with a true case, and with a look-alike."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.models import Do, diagnosed, first_fault, sgd, titles, train
+from nanscan._data.site import DEFAULT_KINDS
+
+
+def half_adam(eps, batch):
+    model = nn.Linear(4, 3, dtype=torch.float16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=eps)
+    return diagnosed(model, lambda: train(model, optimizer, [batch.half()], torch.sum))
+
+
+def with_a_zero_column(scale=1.0):
+    """Its second feature is 0, and so is the gradient of the weights that it meets."""
+    batch = torch.ones(2, 4) * scale
+    batch[:, 1] = 0
+    return batch
+
+
+def test_adam_eps_that_rounds_to_zero():
+    finding = first_fault(half_adam(1e-8, with_a_zero_column()))
+    assert str(finding.site) == "weight param"
+    assert titles(finding) == [
+        "Adam's eps=1e-08 is 0 in float16: the update divides by sqrt(0) + 0",
+        "parameters are trained in float16 itself, without autocast and GradScaler",
+    ]
+    assert "exp_avg_sq holds 3 exact zeros of 12; the parameter has 3 non-finite" in (
+        finding.causes[0].evidence
+    )
+
+
+def test_adam_eps_that_float16_can_hold():
+    assert half_adam(1e-4, with_a_zero_column()).findings == []
+
+
+def test_an_update_that_does_not_fit_is_not_adams_eps():
+    model = nn.Linear(4, 3, dtype=torch.float16)
+    finding = first_fault(
+        diagnosed(
+            model, lambda: train(model, sgd(model, 60000.0), [torch.ones(2, 4).half()], torch.sum)
+        )
+    )
+    assert (finding.site.kind, finding.verdict) == ("param", "origin")
+    assert titles(finding)[0] == (
+        "the learning rate is too high: one update of lr=60000 does not fit into float16"
+    )
+    assert finding.causes[0].evidence == (
+        "lr times the gradient's absmax of 2 is 120,000; the largest float16 is 65504"
+    )
+    assert finding.causes[0].remedy.startswith("SGD(..., lr=0.005)")
+    assert "Adam" not in str(finding.causes)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+def test_an_update_that_fits_is_not_blamed(scale):
+    """The same rate; what makes the parameter bad is another thing."""
+
+    class SGD(torch.optim.Optimizer):
+        def step(self):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].fill_(float("nan"))
+
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), {"lr": 60000.0})
+    finding = first_fault(
+        diagnosed(model, lambda: train(model, optimizer, [torch.ones(2, 4) * scale], torch.sum))
+    )
+    assert (finding.site.kind, finding.verdict) == ("param", "origin")
+    assert titles(finding) == []
+    if scale > 1:  # its square would not fit
+        assert "exploding" not in str(finding.unlikely)
+        return
+    assert "no likely cause found" in str(finding)
+    assert finding.unlikely == [
+        "exploding gradients: the gradient is finite, absmax 2",
+        "bad input batch: every input of the step is finite, absmax 1",
+    ]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_second_moment_overflow(kind):
+    model = nn.Linear(4, 3, dtype=torch.float16)
+    optimizer = kind(model.parameters(), 1e-3, eps=1e-4)
+    finding = first_fault(
+        diagnosed(
+            model,
+            lambda: train(model, optimizer, [torch.full((2, 4), 10000.0).half()], torch.sum),
+            kinds=(*DEFAULT_KINDS, "state"),
+        )
+    )
+    assert (finding.site.kind, finding.verdict) == ("state", "origin")
+    moment = {"Adam": "exp_avg_sq", "RMSprop": "square_avg", "Adagrad": "sum"}[kind.__name__]
+    assert titles(finding)[0] == (
+        f"{kind.__name__}'s {moment} overflows float16: the gradient's square does not fit"
+    )
+    assert "12 Inf; the gradient is finite with absmax 20,000" in finding.causes[0].evidence
+
+
+def test_a_second_moment_of_a_bad_gradient_did_not_overflow():
+    model = nn.Linear(4, 3, dtype=torch.float16)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, eps=1e-4)
+    monitor = diagnosed(
+        model,
+        lambda: train(
+            model, optimizer, [torch.ones(2, 4).half()], lambda out: out.sum() * float("inf")
+        ),
+        kinds=("grad", "param", "state"),
+    )
+    assert {f.site.kind for f in monitor.findings} >= {"grad", "state"}
+    assert "overflows" not in str([f.causes for f in monitor.findings])
+
+
+@pytest.mark.parametrize(("value", "is_absurd"), [(float("nan"), True), (3e38, True), (1e4, False)])
+def test_uninitialised_parameter(value, is_absurd):
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.weight[1, 2] = value
+    monitor = diagnosed(model, lambda: model(torch.zeros(1, 4)))
+    found = [f for f in monitor.findings if str(f.site) == "weight param"]
+    assert bool(found) is is_absurd
+    for finding in found:
+        assert titles(finding) == [
+            "the parameter was never initialised, or loaded from a bad checkpoint"
+        ]
+        evidence = finding.causes[0].evidence
+        assert evidence in (
+            "1 of 12 elements were non-finite before the first forward",
+            "it reaches 3e+38, 88% of the largest float32, before the first forward",
+        )
+
+
+def test_a_parameter_that_training_made_bad_was_initialised():
+    model = nn.Linear(4, 3, dtype=torch.float16)
+    monitor = diagnosed(
+        model, lambda: train(model, sgd(model, 6e4), [torch.ones(2, 4).half()], torch.sum)
+    )
+    assert "initialised" not in str([f.causes for f in monitor.findings])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_trained_in_half_precision(dtype):
+    """The same fault, in parameters of float16 and under autocast."""
+    model = nn.Sequential(nn.Linear(4, 3), Do(lambda x: x * 60000.0)).to(dtype)
+    optimizer = sgd(model)
+
+    def run():
+        with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+            train(model, optimizer, [torch.full((2, 4), 9.0, dtype=dtype)], torch.sum)
+
+    finding = first_fault(diagnosed(model, run))
+    assert (str(finding.site), finding.dtype) == ("1 output", torch.float16)
+    named = "parameters are trained in float16 itself, without autocast and GradScaler"
+    assert titles(finding) == ([named] if dtype == torch.float16 else [])
+    if dtype == torch.float16:
+        assert finding.causes[0].evidence.startswith("2 of 2 trained parameters are float16")
+
+
+def test_inference_in_half_precision_is_not_training():
+    model = nn.Sequential(nn.Linear(4, 3), Do(lambda x: x * 60000.0)).half()
+    finding = first_fault(diagnosed(model, lambda: model(torch.full((2, 4), 9.0).half())))
+    assert titles(finding) == []
