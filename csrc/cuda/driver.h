@@ -1,7 +1,7 @@
 // The part of the CUDA driver API that nanscan uses, declared from its documentation and looked up
-// in libcuda.so.1 at run time: nothing of CUDA is needed to build or to link.
+// in libcuda.so.1 at run time: no part of CUDA is needed to build or to link.
 //
-// Contract: thread-safe. Every failure is an Error that names the driver's reason and the deed.
+// Contract: thread-safe. Every failure is an Error that says what failed and the driver's reason.
 #pragma once
 
 #include <cstddef>
@@ -83,20 +83,20 @@ struct Driver {
 #undef NANSCAN_MEMBER
 };
 
-// Loads and initialises the driver once; afterwards costs nothing. The environment variable
-// NANSCAN_CUDA_DRIVER names another library, for tests.
+// The driver, loaded and initialised by the first call. Tests set the environment variable
+// NANSCAN_CUDA_DRIVER to load another library.
 const Driver& driver();
 
-// Throws unless the driver succeeded: "nanscan: <doing> failed: CUDA_ERROR_... (text)".
+// Throws if the driver failed: "nanscan: <doing> failed: CUDA_ERROR_... (text)".
 void check(Result result, const std::string& doing);
 inline void check(Result result, const char* doing) {
   if (result != kSuccess) check(result, std::string(doing));
 }
 
-// Whether a CUDA graph records what goes to a stream of the current context.
+// Whether a CUDA graph records this stream, which belongs to the current context.
 bool is_capturing(Handle stream);
 
-// Makes a context current in this thread, and what was current before when it ends.
+// Makes a context current in this thread for a scope, then restores the previous one.
 class CurrentContext {
  public:
   explicit CurrentContext(Handle context);
@@ -108,7 +108,7 @@ class CurrentContext {
   bool pushed_;
 };
 
-// Lets this thread allocate, and wait on its own stream, while some stream is being captured.
+// For a scope, lets this thread allocate and wait even if a stream is being captured.
 class AllowDuringCapture {
  public:
   AllowDuringCapture()

@@ -8,13 +8,13 @@
 
 namespace nanscan::cuda {
 
-// Rows of one device with their mirrors, used again and again.
+// The pool of rows, with their mirrors, of one device.
 class Slots {
  public:
   using Slot = PendingScan::Slot;
 
   static Slots& of(const Device& device) {
-    static auto* const all = new std::map<int, Slots>;  // never destroyed: a scan may be under way
+    static auto* const all = new std::map<int, Slots>;  // never destroyed: a scan may still run
     return all->try_emplace(device.ordinal(), device).first->second;
   }
 
@@ -38,7 +38,7 @@ class Slots {
   const Device& device_;
   uint32_t* tickets_ = nullptr;
   std::vector<Slot> idle_;
-  std::vector<Slot> abandoned_;  // nobody waits for them, but they are not done
+  std::vector<Slot> abandoned_;  // their PendingScan is gone, but the scan still runs
 };
 
 PendingScan::Slot Slots::take() {
@@ -64,7 +64,7 @@ void Slots::add_slab() {
   void* host = nullptr;
   DevicePointer rows = 0, mirrors = 0;
   const Handle stream = device_.service_stream();
-  std::vector<Row> initial(kSlab + 1, Row{});  // the last one's first word counts tickets
+  std::vector<Row> initial(kSlab + 1, Row{});  // the last row holds the ticket counter
   const auto attempt = [&] {
     Result result = cuda.host_allocate(&host, kBytes, kHostPortable | kHostMapped);
     if (result == kSuccess) result = cuda.host_device_pointer(&mirrors, host, 0);
@@ -114,7 +114,8 @@ std::vector<std::unique_ptr<PendingScan>> PendingScan::start(const Device& devic
   try {
     launch();
   } catch (const Error&) {
-    if (scans.size() == 1) scans.front()->slot_.host->arrived = 1;  // never sent: free again
+    if (scans.size() == 1)
+      scans.front()->slot_.host->arrived = 1;  // not launched: the slot is free
     throw;
   }
   return scans;
@@ -133,7 +134,7 @@ const Row& PendingScan::wait() {
     AllowDuringCapture allow;
     const auto wait = [&] {
       const ReleaseGil release;
-      // A graph runs on whatever stream it is launched on.
+      // A graph may run on any stream.
       return captured_ ? driver().wait_for_context() : driver().stream_wait(stream_);
     };
     check(wait(), doing);

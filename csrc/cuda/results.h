@@ -1,5 +1,5 @@
-// Scans outside of any table, for nanscan.check: the kernel itself sends the finished row to mapped
-// host memory. So such a scan is one launch, too, and whether it is done is a look at memory.
+// Scans that belong to no table, for nanscan.check. The kernel itself writes the finished row to
+// mapped host memory. So a scan is one launch, and the host sees in memory whether it has ended.
 //
 // Contract: needs the GIL. Errors are thrown.
 #pragma once
@@ -13,10 +13,10 @@ namespace nanscan::cuda {
 
 class Slots;
 
-// One such scan, under way or done.
+// One such scan, which runs or has ended.
 class PendingScan {
  public:
-  // Scans on the stream. Several at once share launches.
+  // Starts a scan of each view on the stream. Several views share launches.
   static std::vector<std::unique_ptr<PendingScan>> start(const Device& device,
                                                          const std::vector<TensorView>& views,
                                                          bool moments, Handle stream);
@@ -25,10 +25,10 @@ class PendingScan {
   PendingScan& operator=(const PendingScan&) = delete;
 
   bool ready() const;                          // never blocks
-  bool captured() const { return captured_; }  // it is done in each replay of a CUDA graph
+  bool captured() const { return captured_; }  // it belongs to a CUDA graph
 
-  // The row. Waits, without the GIL, for what was sent to the stream before. Throws when the scan
-  // was recorded into a CUDA graph that has not run.
+  // The row. If need be, waits for the stream, without the GIL. Throws if the scan was recorded
+  // into a CUDA graph that has not run.
   const Row& wait();
 
  private:
@@ -44,7 +44,7 @@ class PendingScan {
   const Device& device_;
   const Slot slot_;
   const Handle stream_;
-  const bool captured_;  // its graph may run again at any time: the slot stays taken
+  const bool captured_;  // the graph may run again, so the slot is never given back
   Row copy_{};
 };
 

@@ -37,7 +37,7 @@ bool Copy::Pool::has_arrived(Buffer& buffer) const {
 
 std::unique_ptr<Copy::Buffer> Copy::Pool::take(size_t count) {
   for (size_t i = 0; i < idle.size(); ++i) {
-    if (!has_arrived(*idle[i])) continue;  // given up while under way
+    if (!has_arrived(*idle[i])) continue;  // its Copy is gone, but the copy still runs
     std::unique_ptr<Buffer> buffer = std::move(idle[i]);
     idle.erase(idle.begin() + static_cast<std::ptrdiff_t>(i));
     if (buffer->capacity >= count) return buffer;
@@ -70,9 +70,9 @@ Copy::Pool::~Pool() {
   try {
     CurrentContext current(device.context());
     AllowDuringCapture allow;
-    const ReleaseGil release;  // this waits for copies under way
+    const ReleaseGil release;  // the driver waits for running copies
     for (const auto& buffer : idle) free(*buffer);
-  } catch (const Error&) {  // the context is gone, and the memory with it
+  } catch (const Error&) {  // the context no longer exists, nor does the memory
   }
 }
 
@@ -102,13 +102,13 @@ Rows::Rows(const Device& device) : device_(device), pool_(std::make_shared<Copy:
 }
 
 Rows::~Rows() {
-  if (captured_) return;  // a graph may write there for as long as the process lives
+  if (captured_) return;  // a graph may write there until the process ends
   try {
     CurrentContext current(device_.context());
     AllowDuringCapture allow;
     const ReleaseGil release;
     for (const DevicePointer chunk : chunks_) driver().release(chunk);
-    if (order_) driver().event_destroy(order_);
+    if (order_event_) driver().event_destroy(order_event_);
     for (const auto* timings : {&running_, &idle_})
       for (const Timing& timing : *timings) {
         driver().event_destroy(timing.begin);
@@ -119,9 +119,9 @@ Rows::~Rows() {
 }
 
 Row* Rows::row(int index) {
-  while (static_cast<size_t>(index / kMany) >= chunks_.size()) {
+  while (static_cast<size_t>(index / kRowsPerChunk) >= chunks_.size()) {
     const std::string doing = "allocating rows on " + device_.name();
-    constexpr size_t kBytes = (kMany + 1) * sizeof(Row);
+    constexpr size_t kBytes = (kRowsPerChunk + 1) * sizeof(Row);
     CurrentContext current(device_.context());
     AllowDuringCapture allow;
     DevicePointer chunk;
@@ -148,18 +148,18 @@ Rows::Use& Rows::use_of(Handle stream) {
   return uses_.back();
 }
 
-// A stream that had no part in the last copy must not run ahead of it.
+// A stream that the last copy did not wait for must not run ahead of that copy.
 void Rows::order_after_copy(Handle stream) {
   if (!copied_ || copied_on_ == stream) return;
   CurrentContext current(device_.context());
   if (is_capturing(copied_on_)) return;
   const std::string doing = "ordering streams of " + device_.name();
-  if (!order_) check(driver().event_create(&order_, kEventNoTiming), doing);
-  if (driver().event_record(order_, copied_on_) == kSuccess)
-    check(driver().stream_wait_event(stream, order_, 0), doing);
+  if (!order_event_) check(driver().event_create(&order_event_, kEventNoTiming), doing);
+  if (driver().event_record(order_event_, copied_on_) == kSuccess)
+    check(driver().stream_wait_event(stream, order_event_, 0), doing);
 }
 
-// A measurement that fails is none, and no reason to disturb a run.
+// A failure here only means that there is no measurement.
 Rows::Timing Rows::begin_timing(Handle stream) {
   CurrentContext current(device_.context());
   if (is_capturing(stream)) return {};
@@ -210,17 +210,18 @@ bool Rows::note_capture(Handle stream) {
   return capturing;
 }
 
-// Makes the stream wait for scans on the others that were used, and returns those. A stream that is
-// captured now has sent nothing to the device, and must not be joined. One that was destroyed
-// meanwhile has done its work or will never say so: its errors are no reason to fail.
+// Makes the stream wait for the scans on all other streams in use, and returns those. A stream that
+// is being captured has sent nothing to the device, and must not be joined. A stream may have been
+// destroyed meanwhile: errors of such a stream are ignored.
 std::vector<Handle> Rows::join_others(Handle stream, const std::string& doing) {
   std::vector<Handle> others;
   for (const Use& use : uses_)
     if (use.stream != stream && !is_capturing(use.stream)) others.push_back(use.stream);
-  if (!order_ && !others.empty()) check(driver().event_create(&order_, kEventNoTiming), doing);
+  if (!order_event_ && !others.empty())
+    check(driver().event_create(&order_event_, kEventNoTiming), doing);
   for (const Handle other : others)
-    if (driver().event_record(order_, other) == kSuccess)
-      check(driver().stream_wait_event(stream, order_, 0), doing);
+    if (driver().event_record(order_event_, other) == kSuccess)
+      check(driver().stream_wait_event(stream, order_event_, 0), doing);
   return others;
 }
 
@@ -236,8 +237,9 @@ void Rows::send(Copy& copy, bool reset, Handle stream) {
   Copy::Buffer& buffer = *copy.buffer_;
   const std::vector<Handle> others = join_others(stream, doing);
   buffer.arrived = false;
-  for (int begin = 0; begin < copy.count_; begin += kMany) {
-    const size_t bytes = static_cast<size_t>(std::min(copy.count_ - begin, kMany)) * sizeof(Row);
+  for (int begin = 0; begin < copy.count_; begin += kRowsPerChunk) {
+    const size_t bytes =
+        static_cast<size_t>(std::min(copy.count_ - begin, kRowsPerChunk)) * sizeof(Row);
     check(driver().copy_to_host(buffer.rows + begin, address(begin), bytes, stream), doing);
     if (reset) check(driver().set_bytes(address(begin), 0, bytes, stream), doing);
   }
@@ -245,7 +247,7 @@ void Rows::send(Copy& copy, bool reset, Handle stream) {
   for (const Handle other : others) driver().stream_wait_event(other, buffer.event, 0);
   uses_.erase(
       std::remove_if(uses_.begin(), uses_.end(),
-                     [&](const Use& use) { return use.under_way == 0 && use.stream != stream; }),
+                     [&](const Use& use) { return use.launching == 0 && use.stream != stream; }),
       uses_.end());
   copied_ = true;
   copied_on_ = stream;

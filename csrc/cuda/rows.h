@@ -1,7 +1,7 @@
-// The rows of one table on one CUDA device: fixed addresses, copied to the host and reset once a
-// step, both in the order of the stream.
+// The rows of one table on one CUDA device. Once a step they are copied to the host and reset, in
+// stream order.
 //
-// Contract: needs the GIL. Errors are thrown. A row never moves, and the first kMany of them need
+// Contract: needs the GIL. Errors are thrown. A row never moves. The first kRowsPerChunk rows are
 // one allocation, so that a step makes one copy, one reset and one event.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace nanscan::cuda {
 
-// One step's rows on their way to the host.
+// A copy of one step's rows to the host, which runs or has ended.
 class Copy {
  public:
   ~Copy();
@@ -20,12 +20,12 @@ class Copy {
   Copy& operator=(const Copy&) = delete;
 
   bool ready();             // never blocks
-  void wait();              // without the GIL
-  const Row* rows() const;  // once ready
+  void wait();              // releases the GIL
+  const Row* rows() const;  // valid once ready
 
  private:
   friend class Rows;
-  struct Buffer;  // of pinned memory, used again when its copy arrived
+  struct Buffer;  // pinned memory, used again after its copy has arrived
   struct Pool;
 
   Copy(std::shared_ptr<Pool> pool, std::unique_ptr<Buffer> buffer, int count);
@@ -44,22 +44,22 @@ class Rows {
 
   const Device& device() const { return device_; }
   uint32_t* tickets() const { return reinterpret_cast<uint32_t*>(chunks_.front()); }
-  Row* row(int index);  // allocates where it must
+  Row* row(int index);  // allocates it if need be
 
   struct Timing {
     Handle begin, end;  // events
   };
 
-  // Lasts while a launch into rows is made, which happens without the GIL: scans on several streams
-  // are kept in order with copies, and another thread may take one meanwhile.
+  // The scope of a launch into rows. The launch happens without the GIL, and another thread may
+  // start a copy meanwhile: the copy must then know of this stream.
   class Launch {
    public:
     Launch(Rows& rows, Handle stream) : rows_(rows), stream_(stream) {
-      ++rows_.use_of(stream_).under_way;
+      ++rows_.use_of(stream_).launching;
       if (rows_.timed_) timing_ = rows_.begin_timing(stream_);
     }
     ~Launch() {
-      --rows_.use_of(stream_).under_way;
+      --rows_.use_of(stream_).launching;
       if (timing_.begin) rows_.end_timing(timing_, stream_);
     }
     Launch(const Launch&) = delete;
@@ -71,50 +71,51 @@ class Rows {
     Timing timing_{};
   };
 
-  // While on, each launch goes between two events. Not for streams that a CUDA graph records.
+  // While on, each launch is between two events, except on streams that a CUDA graph records.
   void set_timed(bool timed) { timed_ = timed; }
 
-  // Seconds that the device took for timed launches which have ended since the last time it was
-  // asked. Never blocks: others are counted later.
+  // The seconds of timed launches that have ended since the last call. Never blocks: a launch that
+  // still runs is counted later.
   double take_seconds();
 
-  // Notes whether a CUDA graph records what goes to the stream: its replays will write into rows.
+  // Checks whether a CUDA graph records the stream. If so, its replays will write into rows.
   bool note_capture(Handle stream);
   bool captured() const { return captured_; }
 
-  // Allocates what a copy of rows [0, count) needs.
+  // Allocates the memory for a copy of rows [0, count).
   std::unique_ptr<Copy> reserve(int count);
 
-  // Sends them to the host and, with `reset`, begins them anew. Not while the stream is being
+  // Starts the copy and, with `reset`, then zeroes the rows. Not while the stream is being
   // captured.
   void send(Copy& copy, bool reset, Handle stream);
 
  private:
-  static constexpr int kMany = 16384;  // 2 MiB a chunk
+  static constexpr int kRowsPerChunk = 16384;  // 2 MiB a chunk
 
   Timing begin_timing(Handle stream);
   void end_timing(Timing timing, Handle stream);
 
   struct Use {
     Handle stream;
-    int under_way;  // launches
+    int launching;  // launches that are being made now
   };
 
   Use& use_of(Handle stream);
   void order_after_copy(Handle stream);
   std::vector<Handle> join_others(Handle stream, const std::string& doing);
   DevicePointer address(int index) const {
-    return chunks_[index / kMany] + static_cast<uint64_t>(index % kMany + 1) * sizeof(Row);
+    return chunks_[index / kRowsPerChunk] +
+           static_cast<uint64_t>(index % kRowsPerChunk + 1) * sizeof(Row);
   }
 
   const Device& device_;
-  std::vector<DevicePointer> chunks_;  // each begins with a row that is none: the first one's holds
-                                       // the last ticket
+  std::vector<DevicePointer> chunks_;  // each begins with an extra row; that of the first chunk
+                                       // holds the last ticket
   std::shared_ptr<Copy::Pool> pool_;
-  std::vector<Use> uses_;  // since the last copy, and that one's stream; the latest is the last
-  Handle copied_on_ = nullptr;  // the stream of the last copy
-  bool copied_ = false;         // there was one
-  Handle order_ = nullptr;      // event; made when a second stream is used
+  std::vector<Use> uses_;         // since the last copy, whose stream is included; latest use last
+  Handle copied_on_ = nullptr;    // the stream of the last copy
+  bool copied_ = false;           // there was a copy
+  Handle order_event_ = nullptr;  // made when a second stream is used
   bool captured_ = false;
   bool timed_ = false;
   std::vector<Timing> running_, idle_;

@@ -7,8 +7,9 @@ namespace nanscan::cuda {
 namespace {
 
 std::map<int, std::unique_ptr<Device>>& devices() {
-  static auto* const all = new std::map<int, std::unique_ptr<Device>>;  // never destroyed: so is
-  return *all;                                                          // the driver, at exit
+  // Never destroyed: at exit the driver may already be unloaded.
+  static auto* const all = new std::map<int, std::unique_ptr<Device>>;
+  return *all;
 }
 
 int device_of(int ordinal) {
@@ -41,7 +42,7 @@ bool is_flat(const MemoryLayout& layout) {
   return layout.outer.count == 0 && layout.run_stride == 1 && layout.repeat == 1;
 }
 
-// Every run begins at a multiple of 16 bytes, is flat, and fills a vector at least.
+// Whether every run is contiguous, begins at a multiple of 16 bytes, and has at least 16 bytes.
 bool suits_vectors(const TensorView& view, const MemoryLayout& layout) {
   const int64_t item = item_size(view.dtype);
   if (layout.run_stride != 1 || layout.run * item < kLoadBytes || address(view) % kLoadBytes != 0)
@@ -103,13 +104,13 @@ Device::Device(int ordinal, const void* image)
     : ordinal_(ordinal),
       multiprocessors_(static_cast<unsigned>(attribute(ordinal, kMultiprocessors))) {
   const std::string loading = "loading the kernels on " + name();
-  // torch uses the primary context. It is kept for the life of the process.
+  // torch uses the primary context. It is retained until the process ends.
   check(driver().retain_primary_context(&context_, device_of(ordinal)), loading);
   CurrentContext current(context_);
   AllowDuringCapture allow;
   Handle module;
   check(driver().module_load(&module, image), loading);
-  // Asking for a function loads it: a load in the midst of a capture would abort that.
+  // To look a function up loads it. A load during a capture would break the capture.
   const auto function = [&](const std::string& kernel) {
     Handle found;
     check(driver().module_function(&found, module, kernel.c_str()), loading + ": " + kernel);

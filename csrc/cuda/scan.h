@@ -1,6 +1,7 @@
-// Launches of the scan kernels on one CUDA device. No allocation, copy, query or synchronisation.
+// Launches the scan kernels on one CUDA device. A scan makes no allocation, copy, query or
+// synchronisation.
 //
-// Contract: members may be called by any thread, with whatever context current. Errors are thrown.
+// Contract: any thread may call, with any context current. Errors are thrown.
 #pragma once
 
 #include <memory>
@@ -11,7 +12,7 @@
 
 namespace nanscan::cuda {
 
-// Where a scan goes.
+// Where and how a scan runs, and the row that it merges into.
 struct Target {
   Row* row;
   uint32_t* tickets;
@@ -22,21 +23,21 @@ struct Target {
 
 class Device {
  public:
-  // The device once its kernels are loaded, else null. Needs the GIL, as prepare and refuse do.
+  // The device; null if its kernels are not loaded. Needs the GIL, as prepare does.
   static Device* find(int ordinal);
 
-  // Loads all kernels from an image that fits the device: fatbin, cubin or PTX.
+  // Loads all kernels from an image for the device: fatbin, cubin or PTX.
   static Device& prepare(int ordinal, const void* image);
 
-  // Major and minor, as in 9 and 0.
+  // Major and minor, for example 9 and 0.
   static std::pair<int, int> compute_capability(int ordinal);
 
   int ordinal() const { return ordinal_; }
   Handle context() const { return context_; }
-  Handle service_stream() const { return service_stream_; }  // for setting memory up
+  Handle service_stream() const { return service_stream_; }  // for initialising memory
   std::string name() const { return "cuda:" + std::to_string(ordinal_); }
 
-  // One launch on the stream that merges a scan of the view into a row of this device.
+  // Makes one launch, which scans the view and merges into the target's row.
   void scan(const TensorView& view, Target target) const;
 
  private:
@@ -51,14 +52,14 @@ class Device {
   Handle flat_[kDTypeCount], strided_[kDTypeCount][2], many_[2];
 };
 
-// Whether a scan can read it: device memory is read in whole elements.
+// Whether the kernels can read it: they need elements aligned to their size.
 bool is_aligned(const TensorView& view);
 
-// Collects tensors of one device and scans as many as fit in a launch. The memory must outlive
-// `flush`.
+// Collects tensors of one device and scans as many of them in one launch as fit. Their memory must
+// live until `flush` returns.
 class ManyScans {
  public:
-  ManyScans(const Device& device, const Target& target);  // but for its row
+  ManyScans(const Device& device, const Target& target);  // the target's row is not used
 
   void add(const TensorView& view, Row* row);  // may launch what was collected before
   void flush();

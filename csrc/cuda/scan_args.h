@@ -1,4 +1,5 @@
-// What the host hands to the CUDA kernels, by value, and the constants that both must agree on.
+// The arguments of the CUDA kernels, passed by value, and the constants that host and kernels
+// share.
 #pragma once
 
 #include "../float_format.h"
@@ -6,16 +7,16 @@
 
 namespace nanscan::cuda {
 
-constexpr int kThreads = 256;  // a block
-constexpr int kLoads = 4;      // loads of 16 bytes in flight a thread
-// Blocks that fit a multiprocessor at a time: 48 and 80 registers a thread.
+constexpr int kThreads = 256;  // of a block
+constexpr int kLoads = 4;      // loads of 16 bytes that a thread issues together
+// Blocks that fit on one multiprocessor, with 48 and 80 registers for each thread.
 constexpr int kFlatBlocksPerSm = 5;
 constexpr int kOtherBlocksPerSm = 3;
 constexpr int kLoadBytes = 16;
-constexpr int kTileBytes = kThreads * kLoads * kLoadBytes;  // a block's share of one round
+constexpr int kTileBytes = kThreads * kLoads * kLoadBytes;  // read by a block in one round
 
 constexpr int kMaxOuter = 64;
-constexpr int kManyTensors = 96;  // fills, with the dimensions, the 4 KB that any driver takes
+constexpr int kManyTensors = 96;  // with kManyDims: fills the 4 KB that any driver accepts
 constexpr int kManyDims = 40;
 
 struct WalkDim {
@@ -23,13 +24,13 @@ struct WalkDim {
   int64_t stride;  // in elements
 };
 
-// How the walk order (memory order, slowest first) maps to the row-major index of an element.
+// One dimension of an IndexPlan, which maps walk order to row-major order.
 struct IndexDim {
   uint64_t size;
   uint64_t weight;  // what one step adds to the row-major index
 };
 
-// Row-major order in flat memory. The address is a multiple of the element's size.
+// One contiguous tensor in row-major order, aligned to the size of its elements.
 struct FlatScan {
   const void* data;
   uint64_t count;  // elements, at least 1
@@ -38,17 +39,17 @@ struct FlatScan {
   uint32_t mirrored;  // the row has a mirror
 };
 
-// Runs of `run` elements, `run_stride` apart, at the odometer of `outer`. A unit of work is a piece
-// of a run: `lanes` threads with kLoads loads each, of single elements or, with `vectors`, of 16
-// bytes; the end of a run that is less than that counts as one. With `vectors`, every run begins at
-// a multiple of 16 bytes and is flat.
+// One tensor in any layout: a run of `run` elements, `run_stride` apart, for each index into
+// `outer`. A unit of work is a piece of a run: `lanes` threads make kLoads loads each, of one
+// element or, with `vectors`, of 16 bytes; a shorter rest at the end of a run counts as one load.
+// With `vectors`, every run is contiguous and begins at a multiple of 16 bytes.
 struct StridedScan {
   const void* data;
   uint64_t run;
   int64_t run_stride;
   uint64_t pieces;  // of a run
   uint64_t units;   // in all
-  uint64_t repeat;  // logical elements that each stored one stands for
+  uint64_t repeat;  // logical elements for each stored one
   uint64_t elements;
   Row* row;
   uint32_t* tickets;
@@ -65,13 +66,13 @@ struct ManyEntry {
   const void* data;
   uint64_t count;
   Row* row;
-  uint32_t first_block;  // its blocks end where the next entry's begin
+  uint32_t first_block;  // its last block is the one before the next entry's first
   DType dtype;
   uint8_t index_count;
   uint16_t index_begin;
 };
 
-// Flat tensors, in any order of their dimensions, one after another over the grid.
+// Many dense tensors, in any dimension order. Each has its own range of the grid's blocks.
 struct ManyScan {
   uint32_t tensors;
   uint32_t blocks;
@@ -81,6 +82,6 @@ struct ManyScan {
   IndexDim index[kManyDims];
 };
 static_assert(sizeof(ManyScan) <= 4096 && sizeof(StridedScan) <= 4096,
-              "kernel arguments of any driver");
+              "the limit of kernel arguments in every driver");
 
 }  // namespace nanscan::cuda

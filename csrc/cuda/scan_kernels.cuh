@@ -1,15 +1,10 @@
-// The CUDA scan, in two levels, and how it merges into a row.
+// The CUDA scan, and how it merges into a row. Compiled by nvcc, by NVRTC, and by g++ in
+// tests/simt.
 //
-// Level 1 folds the vectors that a thread holds in registers into a min and a max, in a form in
-// which any NaN or Inf shows. Level 2, only for vectors that show one, reads them again (from L2)
-// and looks at each element. Nearly all data is clean and pays for level 1 alone: 10 to 15
-// instructions for 16 bytes of a 16- or 32-bit format from sm_80 on.
-//
-// A block ends with a few relaxed atomics on the row: two when clean, and one that counts it out.
-// Whoever counts to zero is the last block of the scan and concludes it: it alone knows whether
-// this call was the row's first bad one. Nothing here traps, asserts, allocates or prints.
-//
-// Compiled by nvcc, by NVRTC, and by a host compiler under tests/simt.
+// Level 1 takes the min and max of the vectors that a thread holds in registers; they show any NaN
+// or Inf. Only then level 2 reads these vectors again, from L1 or L2, and counts. The last block of
+// a scan, found by a counter in the row, decides whether this call was the row's first bad one.
+// Nothing here traps, asserts, allocates or prints.
 #ifndef NANSCAN_CUDA_SCAN_KERNELS_CUH_
 #define NANSCAN_CUDA_SCAN_KERNELS_CUH_
 
@@ -40,7 +35,7 @@ constexpr int kWarps = kThreads / 32;
 
 // ---- memory ------------------------------------------------------------------------------------
 
-// A streaming read: nothing else will want it from L1.
+// A read that leaves nothing in L1: the data is needed only once.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
 #ifdef __CUDA_ARCH__
   uint4 v;
@@ -62,7 +57,7 @@ __device__ __forceinline__ void atomic_max(uint64_t* p, uint64_t value) {
   atomicMax(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(value));
 }
 
-// Whether the row went bad in an earlier scan. Other blocks, or streams, may be setting it.
+// Whether the row went bad in an earlier scan. Other blocks or streams may set it at the same time.
 __device__ __forceinline__ bool has_ticket(const Row* row) {
 #ifdef __CUDA_ARCH__
   return *static_cast<const volatile uint32_t*>(&row->ticket) != 0;
@@ -81,7 +76,7 @@ __device__ __forceinline__ To bit_cast(From from) {
 
 // ---- level 1 -----------------------------------------------------------------------------------
 
-// Key of one element, as wide as registers are.
+// The type of one key: at least as wide as a register.
 template <typename Format>
 struct KeyOf {
   using type = int32_t;
@@ -91,8 +86,8 @@ struct KeyOf<FormatOf<DType::kFloat64>> {
   using type = int64_t;
 };
 
-// Extremes by signed integer keys: any format, any architecture. Elements narrower than a register
-// are shifted to its top; what lies below only breaks ties.
+// Extremes as signed integer keys, for any format and architecture. An element narrower than a
+// register is shifted to the top of it; the bits below do not change the order.
 template <typename Format>
 struct IntegerLanes {
   using Int = typename Format::Int;
@@ -118,7 +113,7 @@ struct IntegerLanes {
   }
 
   __device__ __forceinline__ void fold_word(uint32_t word) {
-    if constexpr (Format::kFamily == Family::kFnuz) {  // its NaN has the bits of -0
+    if constexpr (Format::kFamily == Family::kFnuz) {  // the only NaN has the bits of -0
 #pragma unroll
       for (int i = 0; i < kPerWord; ++i) {
         const Key key = Format::key(static_cast<Int>(word >> (i * Format::kWidth)));
@@ -153,7 +148,7 @@ struct IntegerLanes {
     add(other.min_top);
   }
 
-  // Of nothing: below every finite key, and above.
+  // Without any element: below every finite key, and above every one.
   __device__ __forceinline__ Key max_key() const { return max_top >> kTop; }
   __device__ __forceinline__ Key min_key() const { return min_top >> kTop; }
 
@@ -162,8 +157,8 @@ struct IntegerLanes {
   }
 };
 
-// The same by the floating-point unit, from sm_80 on: min.NaN and max.NaN hand a NaN on, order -0
-// below +0 and keep subnormals; 16-bit formats go two at a time.
+// Extremes by the floating-point instructions min.NaN and max.NaN, from sm_80 on: they propagate a
+// NaN, order -0 below +0, and keep subnormals. 16-bit formats are taken two at a time.
 template <typename Format>
 struct FloatLanes {
   using Int = typename Format::Int;
@@ -203,7 +198,7 @@ struct FloatLanes {
         asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     }
     return r;
-#else  // what PTX ISA says of these instructions
+#else  // these instructions, as the PTX ISA defines them
     uint32_t r = 0;
     for (int shift = 0; shift < 32; shift += Format::kWidth) {
       const Int x = static_cast<Int>(a >> shift), y = static_cast<Int>(b >> shift);
@@ -295,8 +290,8 @@ __device__ __forceinline__ double to_double(typename Format::Int bits) {
   }
 }
 
-// Divides n and returns the remainder. 64-bit division is a long subroutine: avoided where it can
-// be.
+// Divides n and returns the remainder. 64-bit division is a long subroutine, so 32-bit division is
+// used if possible.
 __device__ __forceinline__ uint64_t divide(uint64_t& n, uint64_t divisor) {
   if ((n | divisor) >> 32 == 0) {
     const uint32_t dividend = static_cast<uint32_t>(n);
@@ -308,7 +303,7 @@ __device__ __forceinline__ uint64_t divide(uint64_t& n, uint64_t divisor) {
   return rest;
 }
 
-// Row-major index of the element at a place of the walk order.
+// The row-major index of an element, from its position in walk order.
 struct SameIndex {
   static constexpr bool kFree = true;
   __device__ __forceinline__ uint64_t operator()(uint64_t place) const { return place; }
@@ -317,7 +312,7 @@ struct SameIndex {
 struct MappedIndex {
   static constexpr bool kFree = false;
   const IndexDim* dims;  // slowest first
-  uint32_t count;        // 0: the same
+  uint32_t count;        // 0: both orders are the same
   __device__ __forceinline__ uint64_t operator()(uint64_t place) const {
     if (count == 0) return place;
     uint64_t index = 0;
@@ -327,7 +322,7 @@ struct MappedIndex {
   }
 };
 
-// What a thread found, then a warp, then a block; of any format.
+// The counts of a thread, then of a warp, then of a block.
 template <bool kMoments>
 struct Totals {
   uint64_t max_key = 0, min_key = 0;  // as in Row
@@ -402,7 +397,7 @@ struct Found {
       totals.posinf += positive;
       totals.neginf += negative;
       totals.nan += !positive && !negative;
-      if (Index::kFree || !has_ticket(row)) {  // else the index is not wanted, and costs divisions
+      if (Index::kFree || !has_ticket(row)) {  // else the index is not needed; it costs divisions
         const uint64_t complement = ~index(place);
         totals.first = complement > totals.first ? complement : totals.first;
       }
@@ -430,7 +425,7 @@ struct Found {
 
 // ---- the row -----------------------------------------------------------------------------------
 
-// What a scan is, apart from its memory.
+// A scan, without the description of its memory.
 struct Call {
   Row* row;
   uint32_t* tickets;
@@ -439,7 +434,7 @@ struct Call {
   bool mirrored;
 };
 
-// The result goes to the host, and the row begins anew.
+// Writes the result to host memory and resets the row.
 __device__ inline void send_to_mirror(Row* row) {
   volatile uint64_t* mirror = reinterpret_cast<volatile uint64_t*>(row->mirror);
   const uint64_t* source = reinterpret_cast<const uint64_t*>(row);
@@ -451,17 +446,17 @@ __device__ inline void send_to_mirror(Row* row) {
   mirror[kArrivedWord] = 1;
 }
 
-// By one thread, once a scan, after all its blocks. `first_bad` is of this call.
+// One thread calls this once in a scan, after all blocks. `first_bad` is of this call.
 __device__ inline void conclude(Row* row, uint32_t* tickets, uint64_t first_bad, uint32_t calls) {
   if (first_bad == 0 || has_ticket(row)) return;
   uint32_t ticket = atomicAdd(tickets, 1u) + 1;
   if (ticket == 0) ticket = atomicAdd(tickets, 1u) + 1;  // 0 means "none", also after 2^32 of them
-  if (atomicCAS(&row->ticket, 0u, ticket) != 0) return;  // another stream scans into it, too
+  if (atomicCAS(&row->ticket, 0u, ticket) != 0) return;  // another stream also scans into this row
   row->first_bad = first_bad;
   row->first_bad_call = calls;
 }
 
-// Merges a block's findings into the row. By one thread of each block.
+// Merges the counts of a block into the row. One thread of each block calls this.
 template <bool kMoments>
 __device__ inline void publish(const Totals<kMoments>& found, const Call& call) {
   Row* row = call.row;
@@ -480,9 +475,9 @@ __device__ inline void publish(const Totals<kMoments>& found, const Call& call) 
   }
   if (call.block == 0) atomic_add(&row->elements, call.elements);
 
-  // NOTES: `calls` and `pending` are one word, so that who counts to zero also knows which call
-  // this is. Block 0 adds the call and all blocks at once: in any order, and were two streams to
-  // scan into one row, the count comes back to zero.
+  // NOTES: `calls` and `pending` are one word, so that the block that counts down to zero also
+  // knows the number of this call. Block 0 adds the call and all blocks in one step. So the count
+  // returns to zero in any order of blocks, also if two streams scan into one row.
   uint64_t* const calls_and_pending = reinterpret_cast<uint64_t*>(&row->calls);
   uint64_t change = ~uint64_t{0} << 32;  // one block less
   if (call.block == 0) change += static_cast<uint64_t>(call.blocks) << 32 | 1;
@@ -508,7 +503,7 @@ __device__ inline void publish(const Totals<kMoments>& found, const Call& call) 
   send_to_mirror(row);
 }
 
-// Ends a block: every thread calls it once.
+// The end of a block: every thread calls this once.
 template <bool kMoments>
 __device__ inline void finish(Totals<kMoments> found, const Call& call) {
   struct Warps {
@@ -530,7 +525,7 @@ __device__ inline void finish(Totals<kMoments> found, const Call& call) {
 
 // ---- flat memory -------------------------------------------------------------------------------
 
-// Elements in walk order: `elements[0]` has the place `place`.
+// Elements in walk order: elements[0] has the position `place`.
 template <typename Format>
 struct Run {
   using Int = typename Format::Int;
@@ -542,15 +537,15 @@ struct Run {
   }
 };
 
-// The kLoads vectors that a thread takes at `p`, `step` apart, of which the first `valid` are
-// there. Level 1, and level 2 if it must be.
+// Scans up to kLoads vectors of one thread: the first is at `p`, the others `step` apart, and
+// `valid` of them exist. Level 1, then level 2 if need be.
 template <typename Format, bool kMoments, typename Index>
 __device__ __forceinline__ void scan_vectors(const uint4* p, uint64_t step, int valid,
                                              const Run<Format>& run, const Index& index,
                                              const Row* row, Lanes<Format>& lanes,
                                              Found<Format, kMoments>& found) {
   using Int = typename Format::Int;
-  if constexpr (!kMoments) {  // moments look at each element anyway
+  if constexpr (!kMoments) {  // moments need each element anyway
     uint4 v[kLoads];
     v[0] = load_streaming(p);
 #pragma unroll
@@ -564,7 +559,7 @@ __device__ __forceinline__ void scan_vectors(const uint4* p, uint64_t step, int 
       return;
     }
   }
-// Element by element, from L1, in little code: unrolled, it would be most of the compile time.
+// Element by element. Not unrolled: that would take most of the compile time.
 #pragma unroll 1
   for (; valid > 0; --valid, p += step) {
     const Int* const elements = reinterpret_cast<const Int*>(p);
@@ -574,8 +569,8 @@ __device__ __forceinline__ void scan_vectors(const uint4* p, uint64_t step, int 
   }
 }
 
-// What a thread of block `call.block` of `call.blocks` finds. Memory from the first multiple of 16
-// bytes on goes in vectors; block 0 takes the elements before and after.
+// The counts of one thread of block `call.block` of `call.blocks`. Memory is read in vectors of 16
+// bytes, aligned; block 0 also takes the elements before the first and after the last vector.
 template <typename Format, bool kMoments, typename Index>
 __device__ __forceinline__ Totals<kMoments> scan_flat(const void* data, uint64_t count,
                                                       const Index& index, const Call& call) {
@@ -598,7 +593,7 @@ __device__ __forceinline__ Totals<kMoments> scan_flat(const void* data, uint64_t
     scan_vectors<Format, kMoments>(p, kThreads, kLoads, run, index, call.row, lanes, found);
   p -= mine;
 
-  // Less than a round is left: every block gets some of it.
+  // The rest, less than a round, is divided among all blocks.
   const uint64_t i = uint64_t{call.block} * kThreads + threadIdx.x;
   if (i < left) {
     const uint64_t step = uint64_t{call.blocks} * kThreads;
@@ -664,7 +659,8 @@ __device__ __forceinline__ void scan_strided(const StridedScan& scan) {
     if (valid > 0)
       scan_vectors<Format, kMoments>(reinterpret_cast<const uint4*>(run.elements) + begin + lane,
                                      scan.lanes, valid, run, index, scan.row, lanes, found);
-    // The end of the run, less than a vector, counts as one more and falls to whose turn it is.
+    // The rest of the run, less than a vector, is scanned by the thread that would take the next
+    // one.
     if (valid == kLoads || begin + valid * scan.lanes + lane != whole) continue;
     for (uint64_t i = whole * kPerVector; i < scan.run; ++i)
       found.element(run.elements[i], place + i, index, scan.row);
@@ -709,7 +705,7 @@ __device__ __forceinline__ void scan_many(const ManyScan& scan) {
 
 }  // namespace nanscan::cuda
 
-// ---- entry points, found by name ---------------------------------------------------------------
+// ---- entry points, looked up by name ------------------------------------------------------------
 
 #define NANSCAN_ENTRY(kernel, arguments, blocks_per_sm, body)                \
   extern "C" __global__ void __launch_bounds__(nanscan::cuda::kThreads,      \
