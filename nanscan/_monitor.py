@@ -143,7 +143,7 @@ class Monitor:
         Raises:
             NonFiniteError: under the action "raise", when something bad has just arrived.
         """
-        self._collector.deliver()
+        self._collector.records.deliver()
         new = self._found - self._polled
         self._polled = self._found
         return self._latest(new)
@@ -159,7 +159,7 @@ class Monitor:
 
         Synchronization: waits for the scans.
         """
-        with self._collector.lock:
+        with self._collector.records.lock:
             before = self._found
             self._collector.flush()
             for sink in self._sinks:
