@@ -44,8 +44,13 @@ RUNS = {
     ),
     "several optimizers": (
         True,
-        [("forward", NOTHING), ("forward of another", NOTHING), ("optimizer", END)]
-        + [("optimizer", END), ("forward", NOTHING)],
+        [
+            ("forward", NOTHING),
+            ("forward of another", NOTHING),
+            ("optimizer", END),
+            ("optimizer", END),
+            ("forward", NOTHING),
+        ],
     ),
     "a GradScaler that skips: its end of a step counts as well": (
         True,
@@ -57,8 +62,14 @@ RUNS = {
     ),
     "validation between steps, and a teacher amid one": (
         True,
-        [("forward", NOTHING), ("optimizer", END), ("validation", AFRESH)]
-        + [("forward", NOTHING), ("validation", LOOK), ("optimizer", END)],
+        [
+            ("forward", NOTHING),
+            ("optimizer", END),
+            ("validation", AFRESH),
+            ("forward", NOTHING),
+            ("validation", LOOK),
+            ("optimizer", END),
+        ],
     ),
     "a generate loop": (False, [("validation", END)] * 5),
     "a checkpoint in backward": (
@@ -67,14 +78,24 @@ RUNS = {
     ),
     "by hand: the update comes before the next forward": (
         False,
-        [("backward", None), ("backward ended", BACKWARD), ("start", UPDATED)]
-        + [("forward", Decision(look="if known bad")), ("backward ended", BACKWARD)]
-        + [("start", UPDATED)],
+        [
+            ("backward", None),
+            ("backward ended", BACKWARD),
+            ("start", UPDATED),
+            ("forward", Decision(look="if known bad")),
+            ("backward ended", BACKWARD),
+            ("start", UPDATED),
+        ],
     ),
     "an optimizer that comes late ends the training by hand": (
         False,
-        [("backward", None), ("backward ended", BACKWARD), ("optimizer", END), ("start", NOTHING)]
-        + [("forward", NOTHING)],
+        [
+            ("backward", None),
+            ("backward ended", BACKWARD),
+            ("optimizer", END),
+            ("start", NOTHING),
+            ("forward", NOTHING),
+        ],
     ),
     "a backward of what nobody trains": (
         False,
@@ -82,13 +103,23 @@ RUNS = {
     ),
     "Monitor.step, and nothing else from then on": (
         True,
-        [("monitor.step", END), ("forward", NOTHING), ("optimizer", NOTHING)]
-        + [("validation", NOTHING), ("monitor.step", END)],
+        [
+            ("monitor.step", END),
+            ("forward", NOTHING),
+            ("optimizer", NOTHING),
+            ("validation", NOTHING),
+            ("monitor.step", END),
+        ],
     ),
     "Monitor.step by hand": (
         False,
-        [("backward", None), ("backward ended", BACKWARD), ("monitor.step", UPDATED)]
-        + [("backward ended", BACKWARD), ("start", Decision(scan_parameters=True))],
+        [
+            ("backward", None),
+            ("backward ended", BACKWARD),
+            ("monitor.step", UPDATED),
+            ("backward ended", BACKWARD),
+            ("start", Decision(scan_parameters=True)),
+        ],
     ),
 }
 
