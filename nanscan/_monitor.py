@@ -93,6 +93,11 @@ class Monitor:
         return list(self._located)
 
     @property
+    def steps(self) -> int:
+        """How many steps have ended: the number of the current one."""
+        return self._collector.tracker.step
+
+    @property
     def healthy(self) -> bool:
         """Whether nothing was bad in the last judged step, and no parameter is. Never blocks."""
         return not self._judge.in_episode
@@ -198,7 +203,7 @@ class Monitor:
         overhead = self._schedule.overhead()
         cost = "" if overhead != overhead else f", overhead {overhead:.1%}"  # noqa: PLR0124 - NaN
         return (
-            f"<nanscan.Monitor of {target}: step {self._collector.tracker.step}, "
+            f"<nanscan.Monitor of {target}: step {self.steps}, "
             f"{len(self._table.nodes)} sites, {self._found} findings{cost}{state}>"
         )
 

@@ -29,7 +29,7 @@ from nanscan._collect.optimizers import (
 from nanscan._collect.parameter_changes import ParameterChanges
 from nanscan._collect.parameters import ParameterScans
 from nanscan._collect.scanner import Scanner
-from nanscan._collect.schedule import Schedule
+from nanscan._collect.schedule import Schedule, Turn
 from nanscan._collect.skip_step import Gradients, SkipStep, is_stand_in
 from nanscan._collect.snapshot import (
     ModelView,
@@ -143,8 +143,7 @@ class Collector(Listener):
             with_gradients=Kind.GRAD_OUTPUT in kinds,
         )
         self._step_began = time.perf_counter()
-        self.turn = schedule.turn(0)
-        self.calls.set_turn(self.turn)
+        self.set_turn(schedule.turn(0))
         self._stepping = _Stepping()
         self._ran = False  # an outermost module, since the last step
         self._are_gradients_scanned = False  # of the last backward, where no optimizer steps
@@ -174,11 +173,15 @@ class Collector(Listener):
     def scan_fully(self, steps: int = 3) -> None:
         """Scans everything in this step, as far as it is still to come, and the next ones."""
         self._schedule.scan_fully(self.tracker.step, steps)
-        self._set_turn()
+        self._next_turn()
 
-    def _set_turn(self) -> None:
-        self.turn = self._schedule.turn(self.tracker.step)
-        self.calls.set_turn(self.turn)
+    def _next_turn(self) -> None:
+        self.set_turn(self._schedule.turn(self.tracker.step))
+
+    def set_turn(self, turn: Turn) -> None:
+        """What to scan from now on."""
+        self.turn = turn
+        self.calls.set_turn(turn)
 
     def abandon_devices(self) -> None:
         """In a child process, which has no CUDA devices: rows there are its parent's alone."""
@@ -452,7 +455,7 @@ class Collector(Listener):
             now = time.perf_counter()
             self._schedule.note(self.turn, self._meter.take(), now - self._step_began)
             self._step_began = now
-            self._set_turn()
+            self._next_turn()
             self.deliver()
             self._consumer.on_step_end(self.tracker.step, before_forward=before_forward)
 

@@ -53,6 +53,9 @@ class ModuleCalls:
         listener: gets `on_before_forward`, `on_after_forward`, `on_first_call` and, if
             `with_arguments`, `on_outermost_call`.
         with_arguments: whether the listener wants the arguments of outermost calls.
+
+    Attributes:
+        is_attached: module calls are watched.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ModuleCalls:
         self._scanner = scanner
         self._listener = listener
         self._with_arguments = with_arguments
+        self.is_attached = False
         self._handles: list[RemovableHandle] = []
         self.core = _C.Calls(
             scanner.table.core,
@@ -87,13 +91,9 @@ class ModuleCalls:
 
     # -- attaching -------------------------------------------------------------------------------
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether hooks are in place."""
-        return bool(self._handles)
-
     def attach(self) -> None:
         """Registers all hooks. Modules found later are seen by global hooks only."""
+        self.is_attached = True
         self.core.set_attached(True)
         if self._with_arguments:  # registered first, so that nothing runs yet when it looks
             self._handles.append(register_module_forward_pre_hook(self.outermost))
@@ -120,6 +120,7 @@ class ModuleCalls:
 
     def detach(self) -> None:
         """Removes every hook; hook dicts are as they were before."""
+        self.is_attached = False
         remove(self._handles)
         self.core.set_attached(False)
         self.core.forget_running()

@@ -32,7 +32,7 @@ _HISTORY = 6  # steps shown
 _AFFECTED = 4  # sites shown
 
 
-@dataclass
+@dataclass(frozen=True)
 class Finding:
     """What was concluded for one site in one step. `str()` is the report.
 
@@ -74,8 +74,6 @@ class Finding:
     aliases: tuple[str, ...] = ()
     unscanned: tuple[Site, ...] = ()
     unlikely: tuple[str, ...] = ()
-    location: Location | None = None
-    replay: str = ""
 
     @property
     def is_fault(self) -> bool:
@@ -135,12 +133,7 @@ def _report(finding: Finding) -> list[str]:
     otherwise = "no likely cause found" if finding.verdict == "origin" else ""
     lines += report.causes(finding.causes, otherwise)
     lines += report.block("unlikely", finding.unlikely)
-    lines += report.block("also bad", _affected(finding.affected))
-    lines += report.block("replay", [finding.replay] if finding.replay else [])
-    if finding.location is not None:
-        lines += report.block("located", [f"op by op, in step {finding.location.step}:"])
-        lines += [f"    {line}" for line in str(finding.location).splitlines()]
-    return lines
+    return lines + report.block("also bad", _affected(finding.affected))
 
 
 def _headline(finding: Finding) -> str:

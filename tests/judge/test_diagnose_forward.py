@@ -24,7 +24,7 @@ def test_bad_input_batch_and_a_value_that_only_the_model_can_have_made():
     x[1, 3] = INF
     finding = inferred(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), x)
     assert titles(finding) == ["the batch was bad before the model saw it"]
-    assert finding.unlikely == []
+    assert finding.unlikely == ()
     x = torch.tensor([INF, 60000.0]).half()  # whatever made it, the model did not
     finding = inferred(Do(lambda x: x * 1), x)
     assert titles(finding) == ["the batch was bad before the model saw it"]
@@ -36,7 +36,7 @@ def test_bad_input_batch_and_a_value_that_only_the_model_can_have_made():
     finding = inferred(Divides(nn.Linear(4, 4), nn.Linear(4, 1)), torch.ones(2, 4))
     assert str(finding.site) == "1 input[0]"
     assert titles(finding) == []
-    assert finding.unlikely == ["bad input batch: every input of the step is finite, absmax 1"]
+    assert finding.unlikely == ("bad input batch: every input of the step is finite, absmax 1",)
 
 
 # -- overflow --------------------------------------------------------------------------------------

@@ -75,10 +75,10 @@ def test_an_update_that_fits_is_not_blamed(scale):
         assert "exploding" not in str(finding.unlikely)
         return
     assert "no likely cause found" in str(finding)
-    assert finding.unlikely == [
+    assert finding.unlikely == (
         "exploding gradients: the gradient is finite, absmax 2",
         "bad input batch: every input of the step is finite, absmax 1",
-    ]
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])

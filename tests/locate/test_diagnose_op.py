@@ -182,7 +182,8 @@ def attention(mask, made):
     q = torch.ones(1, 1, 2, 4)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     location = ran(op, query=q, key=q, value=q, attn_mask=mask)
-    location.at.results = [operand("result[0]", made)]
+    at = dataclasses.replace(location.at, results=(operand("result[0]", made),))
+    location = dataclasses.replace(location, at=at)
     return [cause.title for cause in causes(location)]
 
 

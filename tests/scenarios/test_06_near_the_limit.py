@@ -77,7 +77,7 @@ def test_near_the_limit_with_its_trend_and_no_fault(model, scope):
     assert f"absmax went from {trend[0]:,.0f} to {trend[-1]:,.0f} in 5 steps" in (
         first.causes[0].evidence
     )
-    assert first.unlikely == []
+    assert first.unlikely == ()
 
     top = monitor.history(first.site)["absmax"]
     assert len(top) == len(steps)
