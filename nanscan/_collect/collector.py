@@ -107,7 +107,9 @@ class Collector(Listener):
         self._ran = False  # an outermost module, since the last step
         self._are_gradients_scanned = False  # of the last backward, where no optimizer steps
         self._bad_gradients = -1  # resets of the table before a gradient last went bad
-        self.records = RecordQueue(registry, table, self.optimizers, self.tracker, inputs, consumer)
+        self.records = RecordQueue(
+            registry, table, self.optimizers, self.tracker, inputs=inputs, consumer=consumer
+        )
 
     # -- attaching -------------------------------------------------------------------------------
 

@@ -250,9 +250,9 @@ def test_a_loss_that_no_module_made(scope):
     train(model, optimizer, [batch(2)], lambda out: (out - out.detach()).sum().log())
     first = monitor.findings[0]
     assert (first.step, str(first.site), first.verdict) == (2, "loss", "origin")
-    assert first.how == "made by code of no module"
+    assert first.how == "made by code outside of any module"
     assert first.between == (Site("fc2", "output"), Site("loss", "loss"))
-    assert "loss is non-finite in step 2 (origin: made by code of no module)" in str(first)
+    assert "loss is non-finite in step 2 (origin: made by code outside of any module)" in str(first)
     assert {f.verdict for f in monitor.findings[1:]} == {"propagated"}
 
 
@@ -358,7 +358,7 @@ def test_a_probe_in_a_forward(scope):
     ]
     first = monitor.findings[0]
     assert first.between == (Site("fc1", "output"), Site("hidden", "probe"))
-    assert first.how.startswith("made by code of no module")
+    assert first.how.startswith("made by code outside of any module")
     assert first.stats.inf_count == 12
 
 

@@ -115,7 +115,7 @@ def test_a_cell_that_goes_bad_in_one_of_its_calls(scope):
     first, second, *_ = monitor.findings
     assert (first.step, str(first.site), first.verdict) == (2, "cell input[1]", "origin")
     assert first.between in (None, (Site("cell", "output"), Site("cell", "input", "[1]")))
-    assert first.how == "made by code of no module, in the forward of Loop"
+    assert first.how == "made by code outside of any module, in the forward of Loop"
     assert (str(second.site), second.verdict) == ("cell output", "propagated")
     assert (second.stats.calls, second.stats.nan_count) == (5, 2 * 12)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from helpers.models import NAN, Do, Net, batch, diagnosed, first_fault, infer, sgd, titles, train
 
-BACKWARD = "backward made it: a derivative is undefined or overflowed there"
+BACKWARD = "a derivative is not finite: it is undefined there, or too large"
 EXPLODING = "exploding gradients"
 OVERFLOW = "gradients overflow float16 on the way back"
 BATCH = "bad input batch: every input of the step is finite"

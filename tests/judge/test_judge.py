@@ -400,7 +400,7 @@ def test_minus_inf_of_an_overflow_is_no_mask(scope):
     ]
     cause = next(f for f in monitor.findings if f.verdict == "origin").causes[0]
     assert cause.title == "overflow of float16: values grew beyond 65504"
-    assert "40,000 (61% of the largest float16)" in cause.evidence
+    assert "40,000 (61 % of the largest float16)" in cause.evidence
 
 
 @SCOPES
@@ -509,7 +509,7 @@ def test_backward_makes_it(scope):
         "c.weight grad",
         "c.bias grad",
     ]
-    assert first.causes[0].title.startswith("backward made it")
+    assert first.causes[0].title.startswith("a derivative is not finite")
 
 
 @SCOPES

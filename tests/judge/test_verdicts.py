@@ -270,7 +270,9 @@ def test_near_the_limit_with_its_history(scope):
     assert [(f.step, f.verdict) for f in near] == [(4, "near-limit")]
     assert near[0].history["step"].tolist() == [1, 2, 3, 4]
     assert near[0].history["absmax"].tolist() == [4e3, 8e3, 1.6e4, 32992]
-    assert "0 output is near the limit in step 4 (50% of 65504)" in str(near[0])
+    assert "0 output is near the limit in step 4 (50 % of the largest float16, 65504)" in str(
+        near[0]
+    )
     assert "step 3: 16000, step 4: 32992" in str(near[0])
     assert monitor.healthy
 
@@ -283,7 +285,7 @@ def test_made_between_two_modules_in_the_forward_of_a_third(scope):
     first = monitor.findings[0]
     assert (str(first.site), first.verdict) == ("1.fc2 input[0]", "origin")
     assert first.between == (Site("1.fc1", "output"), Site("1.fc2", "input", "[0]"))
-    assert first.how == "made by code of no module, in the forward of 1"
+    assert first.how == "made by code outside of any module, in the forward of 1"
     assert "between   1.fc1 output  and  1.fc2 input[0]" in str(first)
 
 
@@ -305,4 +307,4 @@ def test_made_between_modules_with_others_in_between(scope):
     infer(model, batch())
     first = monitor.findings[0]
     assert first.between == (Site("right", "output"), Site("last", "input", "[0]"))
-    assert first.how == "made by code of no module, in the forward of Skips"
+    assert first.how == "made by code outside of any module, in the forward of Skips"
