@@ -121,13 +121,13 @@ bool Calls::find_or_ask(PyObject* module, Module*& entry) {
     entry = find(module);  // again, because Python ran
   }
   if (!entry) {
-    if (!succeeded(call(python_hooks_, names_.unknown, module))) return false;
+    if (!succeeded(call(python_hooks_, names_.discover, module))) return false;
     if (!(entry = find(module))) return true;
   }
   acquire(entry);
   if (entry->called) return true;
   entry->called = true;
-  if (succeeded(call(python_hooks_, names_.first_call, entry->place))) return true;
+  if (succeeded(call(python_hooks_, names_.on_first_call, entry->place))) return true;
   release(entry);
   return false;
 }
@@ -135,7 +135,7 @@ bool Calls::find_or_ask(PyObject* module, Module*& entry) {
 // At a call that no other call encloses: asks Python whether it repeats a forward in a backward.
 bool Calls::note_start() {
   if (!stack().empty()) return true;
-  PyObject* answer = call(python_hooks_, names_.call_starts);
+  PyObject* answer = call(python_hooks_, names_.on_before_forward);
   stack().recomputing = answer == Py_True;
   return succeeded(answer);
 }
@@ -165,7 +165,7 @@ bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* o
       note_start() &&
       (!scans_inputs(*entry) || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
       (!scans(*entry) || visit_output(*entry, output)) &&
-      (!stack().empty() || succeeded(call(python_hooks_, names_.forward_ended, entry->place)));
+      (!stack().empty() || succeeded(call(python_hooks_, names_.on_after_forward, entry->place)));
   release(entry);
   return done;
 }
@@ -183,7 +183,7 @@ bool Calls::visit_inputs(Module& module, PyObject* args) {
     PyObject* index = PyLong_FromSsize_t(i);
     PyObject* status = PyLong_FromLong(row);
     const int own = take_row(
-        index && status ? call(python_hooks_, names_.new_input, module.place, index, x, status)
+        index && status ? call(python_hooks_, names_.scan_new_input, module.place, index, x, status)
                         : nullptr);
     Py_XDECREF(index);
     Py_XDECREF(status);
@@ -195,7 +195,7 @@ bool Calls::visit_inputs(Module& module, PyObject* args) {
 
 bool Calls::visit_keywords(Module& module, PyObject* kwargs) {
   if (!kwargs || !PyDict_Check(kwargs) || PyDict_GET_SIZE(kwargs) == 0) return true;
-  return succeeded(call(python_hooks_, names_.keywords, module.place, kwargs));
+  return succeeded(call(python_hooks_, names_.scan_keywords, module.place, kwargs));
 }
 
 bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
@@ -213,7 +213,7 @@ bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
       !output ||  // the module raised
       ((!late_keywords_ || !scans_inputs(*entry) || visit_keywords(*entry, kwargs)) &&
        (!scans(*entry) || visit_output(*entry, output)) &&
-       (!outermost || succeeded(call(python_hooks_, names_.forward_ended, entry->place))));
+       (!outermost || succeeded(call(python_hooks_, names_.on_after_forward, entry->place))));
   release(entry);
   return done;
 }
@@ -228,7 +228,7 @@ bool Calls::visit_output(Module& module, PyObject* output) {
   if (row == kFailed) return false;
   PyObject* status = PyLong_FromLong(row);
   const int own = take_row(
-      status ? call(python_hooks_, names_.new_output, module.place, output, status) : nullptr);
+      status ? call(python_hooks_, names_.scan_new_output, module.place, output, status) : nullptr);
   Py_XDECREF(status);
   if (own == -1 && PyErr_Occurred()) return false;
   own_row = own;
@@ -269,7 +269,7 @@ bool Calls::can_share_hook(PyObject* output) const {
 }
 
 bool Calls::hook_in_python(Module& module, PyObject* output) {
-  PyObject* hooked = call(python_hooks_, names_.gradient, module.place, output);
+  PyObject* hooked = call(python_hooks_, names_.watch_gradient, module.place, output);
   if (!hooked) return false;
   PyObject* const before = module.hooked_output;
   module.hooked_output = hooked == Py_None ? nullptr : Py_NewRef(hooked);

@@ -20,19 +20,19 @@ namespace nanscan {
 
 // Every name that this class looks up in Python: X(member, text). First the methods of
 // `python_hooks`, then attributes and methods of torch.
-#define NANSCAN_CALLED_NAMES(X)        \
-  X(unknown, "unknown")                \
-  X(is_running, "is_running")          \
-  X(first_call, "first_call")          \
-  X(new_input, "new_input")            \
-  X(keywords, "keywords")              \
-  X(new_output, "new_output")          \
-  X(gradient, "gradient")              \
-  X(call_starts, "call_starts")        \
-  X(forward_ended, "forward_ended")    \
-  X(grad_fn, "grad_fn")                \
-  X(output_nr, "output_nr")            \
-  X(backward_hooks, "_backward_hooks") \
+#define NANSCAN_CALLED_NAMES(X)             \
+  X(discover, "discover")                   \
+  X(is_running, "is_running")               \
+  X(on_first_call, "on_first_call")         \
+  X(scan_new_input, "scan_new_input")       \
+  X(scan_keywords, "scan_keywords")         \
+  X(scan_new_output, "scan_new_output")     \
+  X(watch_gradient, "watch_gradient")       \
+  X(on_before_forward, "on_before_forward") \
+  X(on_after_forward, "on_after_forward")   \
+  X(grad_fn, "grad_fn")                     \
+  X(output_nr, "output_nr")                 \
+  X(backward_hooks, "_backward_hooks")      \
   X(register_hook_dict, "_register_hook_dict")
 
 class Calls {

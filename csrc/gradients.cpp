@@ -4,7 +4,7 @@ namespace nanscan {
 
 bool Gradients::visit(Hook& hook, PyObject* gradient) {
   if (!active_ || gradient == Py_None) return true;
-  static PyObject* const name_new_gradient = PyUnicode_InternFromString("new_gradient");
+  static PyObject* const name_scan_new_gradient = PyUnicode_InternFromString("scan_new_gradient");
   const Stopwatch::Lap lap(stopwatch_);
   // A large scan lets other threads run. One may close the monitor: hence an own reference.
   PyObject* const python_hooks = Py_NewRef(python_hooks_);
@@ -13,9 +13,9 @@ bool Gradients::visit(Hook& hook, PyObject* gradient) {
   if (done && !hook.rows.contains(row)) {
     PyObject* number = PyLong_FromLong(hook.number);
     PyObject* status = PyLong_FromLong(row);
-    const int own =
-        take_row(number && status ? call(python_hooks, name_new_gradient, number, gradient, status)
-                                  : nullptr);
+    const int own = take_row(
+        number && status ? call(python_hooks, name_scan_new_gradient, number, gradient, status)
+                         : nullptr);
     Py_XDECREF(number);
     Py_XDECREF(status);
     done = own != -1 || !PyErr_Occurred();

@@ -11,7 +11,7 @@ SECTIONS = {
     "residual_overflow": """## A sum that belongs to no module
 
 The monitor names the two modules that the sum lies between, the growth of both branches over the
-steps before, and, with `locate="next"`, the line and both operands side by side, one step later.
+steps before, and, with `locate=True`, the line and both operands side by side, one step later.
 With `skip_step=True` the parameters are as good in that step as they were before.
 """,
     "where_trap": """## A finite loss, and a gradient that is NaN

@@ -25,12 +25,13 @@ torch.manual_seed(0)
 model = nn.Sequential(Block(8), Block(8))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 images, target = torch.rand(4, 8, 16, 16), torch.full((4,), 1e6)  # nobody scaled the target
-monitor = nanscan.enable(model, action=lambda finding: None, skip_step=True, locate="next")
-while not any(finding.location for finding in monitor.findings):
+monitor = nanscan.enable(model, action=lambda finding: None, skip_step=True, locate=True)
+while not monitor.located:
     with torch.autocast("cpu", torch.float16):
         out = model(images)
     loss = F.l1_loss(out.float().mean((1, 2, 3)), target)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-print(next(finding for finding in monitor.findings if finding.location))
+print(monitor.located[0].finding)
+print(monitor.located[0])

@@ -83,9 +83,9 @@ class Table:
     def note_captures(self) -> bool: ...  # False while a CUDA graph records this thread's stream
     @property
     def captured(self) -> bool: ...  # CUDA graphs may write into rows at any time
-    # Fills both arrays, of len(self) rows. Returns the rows that are non-finite or near their limit,
-    # and the rows that come from devices, if any. While a CUDA graph records this thread's stream,
-    # returns None and changes nothing.
+    # Fills both arrays, of len(self) rows. Returns the rows that are non-finite or near their
+    # limit, and the rows that come from devices, if any. While a CUDA graph records this thread's
+    # stream, returns None and changes nothing.
     def snapshot(
         self, rows: npt.NDArray[np.uint8], order: npt.NDArray[np.uint64], reset: bool = True
     ) -> tuple[list[int], Arrival | None] | None: ...
@@ -99,7 +99,7 @@ class Table:
     def scan_many(self, tensors: list[Any], rows: list[int], /) -> list[tuple[int, int]]: ...
 
 class Calls:
-    """The hooks of module calls. They call `python_hooks`, which must outlive them, for what is new."""
+    """The hooks of module calls. For what is new they call `python_hooks`, which outlives them."""
 
     def __init__(
         self,

@@ -93,6 +93,11 @@ class Monitor:
         return list(self._located)
 
     @property
+    def steps(self) -> int:
+        """How many steps have ended: the number of the current one."""
+        return self._collector.tracker.step
+
+    @property
     def healthy(self) -> bool:
         """Whether nothing was bad in the last judged step, and no parameter is. Never blocks."""
         return not self._judge.in_episode
@@ -138,7 +143,7 @@ class Monitor:
         Raises:
             NonFiniteError: under the action "raise", when something bad has just arrived.
         """
-        self._collector.deliver()
+        self._collector.records.deliver()
         new = self._found - self._polled
         self._polled = self._found
         return self._latest(new)
@@ -154,7 +159,7 @@ class Monitor:
 
         Synchronization: waits for the scans.
         """
-        with self._collector.lock:
+        with self._collector.records.lock:
             before = self._found
             self._collector.flush()
             for sink in self._sinks:
@@ -198,7 +203,7 @@ class Monitor:
         overhead = self._schedule.overhead()
         cost = "" if overhead != overhead else f", overhead {overhead:.1%}"  # noqa: PLR0124 - NaN
         return (
-            f"<nanscan.Monitor of {target}: step {self._collector.tracker.step}, "
+            f"<nanscan.Monitor of {target}: step {self.steps}, "
             f"{len(self._table.nodes)} sites, {self._found} findings{cost}{state}>"
         )
 

@@ -80,7 +80,7 @@ def test_a_forward_while_an_optimizer_waits_is_no_step(scope):
     optimizer = sgd(model)
     monitor = enable(scope, model)
     model(batch())
-    assert monitor._step == 0
+    assert monitor.steps == 0
     model(batch()).sum().backward()
     optimizer.step()
     assert monitor.history(Site("fc1", "output"))["calls"].tolist() == [2]
@@ -195,7 +195,7 @@ def test_mixed_precision_with_a_scaler_is_clean(scope):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert monitor._step == 3
+    assert monitor.steps == 3
     assert monitor.findings == []
 
 
@@ -228,15 +228,15 @@ def test_exceptions_at_any_depth_leave_steps_and_names_right(scope, depth, error
         failing = failing.inner
     monitor = enable(scope, model)
     infer(model, batch())
-    sites = set(monitor.coverage()["sites"])
+    sites = set(monitor.coverage().sites)
     for _ in range(2):
         failing.error = error("by the test")
         with pytest.raises(error, match="by the test"):
             infer(model, batch())
         failing.error = None
         infer(model, batch(), batch())
-    assert monitor._step == 5
-    assert set(monitor.coverage()["sites"]) == sites
+    assert monitor.steps == 5
+    assert set(monitor.coverage().sites) == sites
     assert calls(monitor)["inner.inner.fc output"] == 1
     monitor.close()
     model.inner.fc.weight.data.fill_(NAN)
@@ -265,7 +265,7 @@ def test_an_error_that_the_model_itself_catches(scope):
     model.risky.inner.error = ValueError()
     infer(model, batch())
     assert verdicts(monitor) == [(1, "Fallback output", "origin")]
-    assert monitor._step == 2
+    assert monitor.steps == 2
 
 
 def test_another_model_after_an_interrupt_is_a_model_of_its_own():
@@ -275,7 +275,7 @@ def test_another_model_after_an_interrupt_is_a_model_of_its_own():
     with pytest.raises(KeyboardInterrupt):
         infer(first, batch())
     infer(second, batch())
-    assert monitor._step == 1
+    assert monitor.steps == 1
     assert "Net.fc1 output" in calls(monitor)
 
 
@@ -291,7 +291,7 @@ def test_a_module_that_calls_itself():
     for model in (Tree(), nn.Sequential(Tree())):
         monitor = nanscan.enable(model)
         infer(model, batch(), batch())
-        assert monitor._step == 2
+        assert monitor.steps == 2
         assert [n for site, n in calls(monitor).items() if site.endswith("fc output")] == [4]
 
 
@@ -303,7 +303,7 @@ def test_none_as_output_while_an_error_is_handled(scope):
         int("x")
     except ValueError:
         infer(model, batch(), batch())
-    assert monitor._step == 2
+    assert monitor.steps == 2
 
 
 # -- actions ---------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_raise_from_an_optimizer_step(scope):
     assert isinstance(raised.value, FloatingPointError)
     model.bad = False
     train(model, optimizer, [batch()])  # in the same episode: the parameters are bad
-    assert monitor._step == 3
+    assert monitor.steps == 3
 
 
 @SCOPES
@@ -424,7 +424,7 @@ def test_errors_of_a_callable_come_through_once_an_episode(scope):
     with pytest.raises(LookupError, match="Switch output"):
         infer(model, batch())
     infer(model, batch())
-    assert monitor._step == 2
+    assert monitor.steps == 2
     assert verdicts(monitor) == [(0, "Switch output", "origin")]
 
 
@@ -474,7 +474,7 @@ def test_pausing_and_resuming_from_within_an_action():
     model.bad = True
     monitor = nanscan.enable(model, action=action)
     train(model, sgd(model), [batch(), batch(), batch()])
-    assert monitor._step == 3
+    assert monitor.steps == 3
     assert len(optimizer_hooks._global_optimizer_post_hooks) == 1
 
 
@@ -512,8 +512,8 @@ def test_enable_again_replaces(scope):
     first = enable(scope, model)
     second = enable(scope, model)
     infer(model, batch())
-    assert first._step == 0
-    assert second._step == 1
+    assert first.steps == 0
+    assert second.steps == 1
     assert calls(second)["fc1 output"] == 1
 
 
@@ -524,7 +524,7 @@ def test_two_monitors_on_two_models():
     bad.bad = True
     train(good, sgd(good), [batch(), batch()])
     train(bad, sgd(bad), [batch()])
-    assert (first._step, second._step) == (2, 1)
+    assert (first.steps, second.steps) == (2, 1)
     assert first.findings == []
     assert verdicts(second)[0] == (0, "Switch output", "origin")
 
@@ -628,7 +628,7 @@ def test_history_of_a_site_that_is_called_now_and_then():
 
 def test_history_of_an_unknown_site():
     monitor = nanscan.enable(Net())
-    with pytest.raises(KeyError, match="nothing was scanned at nowhere output"):
+    with pytest.raises(KeyError, match="nothing was scanned at 'nowhere output'"):
         monitor.history(Site("nowhere", "output"))
 
 
@@ -645,23 +645,20 @@ def test_coverage():
     model = Partly()
     monitor = nanscan.enable(model)
     before = monitor.coverage()
-    assert before["sites"] == []
-    assert before["not_called"] == ["Partly", "attend", "attend.out_proj", "unused"]
+    assert before.sites == ()
+    assert before.not_called == ("Partly", "attend", "attend.out_proj", "unused")
     infer(model, batch())
     after = monitor.coverage()
-    assert set(after) == {
-        *("sites", "skipped", "not_called", "left_out", "thinned", "overhead", "bytes"),
-    }
-    assert after["not_called"] == ["attend.out_proj", "unused"]
-    assert after["skipped"] == {}
-    assert after["bytes"] > 16 * 128 * len(after["sites"])
+    assert after.not_called == ("attend.out_proj", "unused")
+    assert after.skipped == {}
+    assert after.nbytes > 16 * 128 * len(after.sites)
     assert {
         "Partly input[0]",
         "attend output[0]",
         "attend output[1]",
         "attend.in_proj_weight param",
         "unused.weight param",
-    } <= set(after["sites"])
+    } <= set(after.sites)
 
 
 def test_healthy():
@@ -729,8 +726,8 @@ def test_findings_are_a_copy():
         ({"kinds": "wight"}, ValueError, "unknown kind 'wight'"),
         ({"ignore": ["kind:wight"]}, ValueError, "unknown kind in 'kind:wight'"),
         ({"ignore": [3]}, TypeError, "ignore takes names, dtypes or a function, got 3"),
-        ({"max_skips": 1}, ValueError, "max_skips must be at least 2, got 1"),
-        ({"action": "print"}, ValueError, "action must be 'warn', 'raise', 'log' or a callable"),
+        ({"max_skipped_steps": 1}, ValueError, "max_skipped_steps must be at least 2, got 1"),
+        ({"action": "print"}, ValueError, "action must be 'warn', 'raise', 'log', a callable or"),
         ({"history": 0}, ValueError, "history must be a positive number of steps, got 0"),
         ({"history": 2.5}, ValueError, "history must be a positive number of steps, got 2.5"),
         ({"near_limit": 0}, ValueError, r"near_limit must be in \(0, 1\], got 0"),

@@ -17,8 +17,9 @@ def failing_rule(*_):
 
 def test_a_failing_rule_stops_neither_the_run_nor_the_others(monkeypatch, caplog):
     monkeypatch.setattr(rules, "_failed", set())
-    monkeypatch.setattr(causes, "_RULES", (failing_rule, *causes._RULES))
-    monkeypatch.setattr(causes, "_SUSPICIONS", {"input": (failing_rule,)})
+    failing = rules.Rule(failing_rule, lambda _: True)
+    monkeypatch.setattr(causes, "RULES", (failing, *causes.RULES))
+    monkeypatch.setattr(causes, "SUSPICIONS", (failing,))
     model = nn.Linear(2, 2)
     with nanscan.watch(model, action=lambda _: None) as monitor, torch.no_grad():
         for _ in range(3):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,56 +26,18 @@ from nanscan._collect.optimizers import (
 )
 from nanscan._collect.parameter_changes import ParameterChanges
 from nanscan._collect.parameters import ParameterScans
+from nanscan._collect.records import Consumer, RecordQueue
 from nanscan._collect.scanner import Scanner
-from nanscan._collect.schedule import Schedule
+from nanscan._collect.schedule import Schedule, Turn
 from nanscan._collect.skip_step import Gradients, SkipStep, is_stand_in
-from nanscan._collect.snapshot import (
-    ModelView,
-    OptimizerFacts,
-    Outcome,
-    Snapshot,
-    StepRecord,
-    Sweep,
-)
+from nanscan._collect.snapshot import Outcome, Sweep
 from nanscan._collect.steps import Decision, StepTracker
 from nanscan._collect.table import Table
-from nanscan._data.kept import KeptCall
-from nanscan._data.places import ModulePlace, ParameterPlace
+from nanscan._data.places import ModulePlace
 from nanscan._data.site import Kind
-
-_MAX_EXPLAINED = 8  # parameters of one step whose moments are scanned
 
 # While torch.compile traces a hook this is the constant True, and the hook leaves nothing behind.
 _is_tracing = torch.compiler.is_dynamo_compiling
-
-
-class Consumer(Protocol):
-    """Who gets what is collected: the monitor."""
-
-    def on_record(self, record: StepRecord) -> None:
-        """All that is known of a step, or of a part of one. Records come in order."""
-
-    def on_step_end(self, step: int, *, before_forward: bool) -> None:
-        """A step ended and its records, as far as they arrived, were delivered.
-
-        Args:
-            step: number of the step that comes.
-            before_forward: it ended because an outermost module is about to run.
-        """
-
-    def on_forward_start(self, step: int) -> None:
-        """An outermost module is about to run in this step."""
-
-
-@dataclass
-class _Pending:
-    """Rows that are on their way to the host, and what goes with them into the record."""
-
-    rows: Snapshot | Sweep
-    step: int
-    is_whole: bool = False
-    outcome: Outcome | None = None
-    context: dict[str, Any] = field(default_factory=dict)
 
 
 class _Stepping(threading.local):
@@ -120,7 +80,6 @@ class Collector(Listener):
         inputs: KeptInputs | None,
         consumer: Consumer,
     ) -> None:
-        self.lock = threading.RLock()
         self.tracker = StepTracker()
         self._registry = registry
         self._table = table
@@ -143,19 +102,14 @@ class Collector(Listener):
             with_gradients=Kind.GRAD_OUTPUT in kinds,
         )
         self._step_began = time.perf_counter()
-        self.turn = schedule.turn(0)
-        self.calls.set_turn(self.turn)
+        self.set_turn(schedule.turn(0))
         self._stepping = _Stepping()
         self._ran = False  # an outermost module, since the last step
         self._are_gradients_scanned = False  # of the last backward, where no optimizer steps
         self._bad_gradients = -1  # resets of the table before a gradient last went bad
-        self._pending: deque[_Pending] = deque()  # oldest first; they arrive in order
-        self._delivered_ticket = 0
-        self._is_ahead = False  # what is delivered now is judged before the step ends
-        self._has_ahead = False  # such a record had something notable, and no other came since
-        self._bad_rows: set[int] = set()  # on the host, in the last snapshot
-        # By id(optimizer): steps in a row that were skipped, and the scale in the first of them.
-        self._skips: dict[int, tuple[int, float]] = {}
+        self.records = RecordQueue(
+            registry, table, self.optimizers, self.tracker, inputs=inputs, consumer=consumer
+        )
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -174,15 +128,19 @@ class Collector(Listener):
     def scan_fully(self, steps: int = 3) -> None:
         """Scans everything in this step, as far as it is still to come, and the next ones."""
         self._schedule.scan_fully(self.tracker.step, steps)
-        self._set_turn()
+        self._next_turn()
 
-    def _set_turn(self) -> None:
-        self.turn = self._schedule.turn(self.tracker.step)
-        self.calls.set_turn(self.turn)
+    def _next_turn(self) -> None:
+        self.set_turn(self._schedule.turn(self.tracker.step))
+
+    def set_turn(self, turn: Turn) -> None:
+        """What to scan from now on."""
+        self.turn = turn
+        self.calls.set_turn(turn)
 
     def abandon_devices(self) -> None:
         """In a child process, which has no CUDA devices: rows there are its parent's alone."""
-        self._pending.clear()
+        self.records.clear()
         self._table.core.abandon_devices()
 
     # -- module calls ----------------------------------------------------------------------------
@@ -192,11 +150,11 @@ class Collector(Listener):
         sweep = self._parameters.sweep(place)
         if sweep is None:
             return
-        with self.lock:
-            if self._may_be_bad:
-                self._look()  # what other models did before comes first
-            self._send(_Pending(sweep, self.tracker.step, context={"is_untrained": True}))
-            self.deliver()
+        with self.records.lock:
+            if self.records.may_be_bad:
+                self.records.look(self.turn)  # what other models did before comes first
+            self.records.add_sweep(sweep, is_untrained=True)
+            self.records.deliver()
 
     def on_before_forward(self) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
@@ -207,9 +165,9 @@ class Collector(Listener):
         """Keeps the inputs; first judges what the same module did with others in this step."""
         if self._inputs is not None:
             self._act(self.tracker.on_before_forward(), before_forward=True)
-            with self.lock:
-                if self._inputs.knows(module) and self._may_be_bad:
-                    self._look_ahead()
+            with self.records.lock:
+                if self._inputs.knows(module) and self.records.may_be_bad:
+                    self.records.look_ahead(self.turn)
                 self._inputs.begin(module, args, kwargs)
 
     def on_after_forward(self, place: ModulePlace) -> None:
@@ -246,9 +204,8 @@ class Collector(Listener):
         """Has a parameter gone bad since its last scan? Asked as soon as something else has."""
         if Kind.PARAM in self._kinds:
             for how, scans in self._changes.look():
-                with self.lock:  # what these made bad is judged after them
-                    sweep = Sweep(scans, is_selective=False)
-                    self._send(_Pending(sweep, self.tracker.step, context={"spoiled": how}))
+                with self.records.lock:  # what these made bad is judged after them
+                    self.records.add_sweep(Sweep(scans, is_selective=False), spoiled=how)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -333,8 +290,8 @@ class Collector(Listener):
 
     def _judge_gradients(self) -> None:
         """Before the optimizer steps: what would be saved is as it was in the forward."""
-        if self._inputs is not None and self._has_bad_rows:
-            self._look_ahead()
+        if self._inputs is not None and self.records.has_bad_rows:
+            self.records.look_ahead(self.turn)
 
     def _look_at_gradients(self, optimizer: Optimizer, plan: Plan) -> tuple[Gradients, bool]:
         """Scans gradients; returns them, and whether those on the host are known to be finite."""
@@ -400,10 +357,10 @@ class Collector(Listener):
 
     def flush(self) -> None:
         """Delivers all that was scanned, the unfinished step included. Waits for the scans."""
-        with self.lock:
+        with self.records.lock:
             self._act(self.tracker.on_before_forward())
-            self._look()
-            self.deliver(wait=True)
+            self.records.look(self.turn)
+            self.records.deliver(wait=True)
 
     def _act(self, decision: Decision, *, before_forward: bool = False) -> None:
         """Does what the tracker decided."""
@@ -412,24 +369,14 @@ class Collector(Listener):
         if decision.scan_parameters:
             self._scan_all_parameters()
         if decision.look != "never" and self._is_to_look(decision):
-            self._look(reset=decision.restart)
+            self.records.look(self.turn, reset=decision.restart)
         if decision.end:
             self._end_step(before_forward=before_forward)
 
     def _is_to_look(self, decision: Decision) -> bool:
         if decision.look == "if known bad":
-            return self._has_bad_rows
-        return decision.look == "always" or self._has_ahead or self._may_be_bad
-
-    @property
-    def _may_be_bad(self) -> bool:
-        """Whether a row went bad since the last record, as far as the host can know."""
-        return self._table.on_device or self._has_bad_rows
-
-    @property
-    def _has_bad_rows(self) -> bool:
-        """Whether a row on the host did."""
-        return self._table.last_ticket != self._delivered_ticket
+            return self.records.has_bad_rows
+        return decision.look == "always" or self.records.has_ahead or self.records.may_be_bad
 
     def _end_step(
         self,
@@ -438,115 +385,15 @@ class Collector(Listener):
         *,
         before_forward: bool = False,
     ) -> None:
-        with self.lock:
-            if self._table.has_news:
-                snapshot = self._table.take(self.tracker.step, keep=True)
-                if snapshot is None:  # a CUDA graph is being recorded: its replays are the steps
-                    return
-                facts = self._explain(optimizer, snapshot)
-                context = {**self._context(), "optimizers": facts}
-                self._send(_Pending(snapshot, self.tracker.step, True, outcome, context))
+        with self.records.lock:
+            if not self.records.end_step(self.turn, optimizer, outcome):
+                return
             self.tracker.ended()
             if self._inputs is not None:
                 self._inputs.forget()
             now = time.perf_counter()
             self._schedule.note(self.turn, self._meter.take(), now - self._step_began)
             self._step_began = now
-            self._set_turn()
-            self.deliver()
+            self._next_turn()
+            self.records.deliver()
             self._consumer.on_step_end(self.tracker.step, before_forward=before_forward)
-
-    def _explain(
-        self, optimizer: Optimizer | None, snapshot: Snapshot
-    ) -> dict[ParameterPlace, OptimizerFacts]:
-        """What explains parameters that went bad in this step: an optimizer's moments of them."""
-        if snapshot.arrival is not None:
-            return {} if optimizer is None else self.optimizers.with_moments_of_suspects(optimizer)
-        new = self._newly_bad(snapshot)
-        if optimizer is None or not new:
-            return {}
-        nodes = [self._table.nodes[row] for row in new[:_MAX_EXPLAINED]]
-        places = {node.place for node in nodes if node.kind in (Kind.PARAM, Kind.STATE)}
-        wanted = {place for place in places if isinstance(place, ParameterPlace)}
-        return self.optimizers.with_moments(optimizer, wanted)
-
-    def _newly_bad(self, snapshot: Snapshot) -> list[int]:
-        """Rows on the host that are bad and were not in the snapshot before, as they went bad."""
-        bad = {row for row in snapshot.notable if snapshot.rows[row]["ticket"]}
-        before, self._bad_rows = self._bad_rows, bad
-        return sorted(bad - before, key=lambda row: int(snapshot.rows[row]["ticket"]))
-
-    def _look(self, *, reset: bool = False) -> None:
-        """Sends off what a step has scanned so far; unless `reset`, it goes on in one piece."""
-        with self.lock:
-            if self._table.has_news:
-                snapshot = self._table.take(self.tracker.step, keep=False, reset=reset)
-                if snapshot is not None:
-                    self._newly_bad(snapshot)
-                    self._send(_Pending(snapshot, self.tracker.step, reset, None, self._context()))
-            if reset and self._inputs is not None:
-                self._inputs.forget()
-            self.deliver()
-
-    def _look_ahead(self) -> None:
-        """The same amid a step, while inputs and parameters still are what they were in it."""
-        with self.lock:
-            self._is_ahead = True
-            try:
-                self._look()
-            finally:
-                self._is_ahead = False
-
-    # -- delivery --------------------------------------------------------------------------------
-
-    def _context(self) -> dict[str, Any]:
-        return {"turn": self.turn, "continues": self.tracker.continues}
-
-    def _send(self, pending: _Pending) -> None:
-        calls: tuple[KeptCall, ...] = () if self._inputs is None else self._inputs.calls
-        pending.context["calls"] = calls
-        self._pending.append(pending)
-
-    def deliver(self, *, wait: bool = False) -> None:
-        """Hands over the records whose rows have arrived on the host.
-
-        Args:
-            wait: for all that is on its way.
-        """
-        with self.lock:
-            while self._pending and (wait or self._pending[0].rows.ready()):
-                record = self._complete(self._pending.popleft())
-                if record.is_whole and record.turn.is_full:
-                    record.history.full_order = record.order.copy()
-                self._delivered_ticket = self._table.last_ticket
-                self._has_ahead = record.is_ahead and (self._has_ahead or bool(record.notable))
-                self._consumer.on_record(record)
-
-    def _complete(self, pending: _Pending) -> StepRecord:
-        rows = self._table.complete(pending.step, pending.rows)
-        return StepRecord(
-            pending.step,
-            rows.rows,
-            rows.order,
-            tuple(rows.notable),
-            rows.describe,
-            self._table.nodes,
-            self._table.history,
-            ModelView(self._registry.modules, self.optimizers.facts),
-            is_whole=pending.is_whole,
-            is_ahead=self._is_ahead,
-            **pending.context,
-            **self._count_skips(pending.outcome),
-        )
-
-    def _count_skips(self, outcome: Outcome | None) -> dict[str, Any]:
-        """Synchronization: none; what a device knows of an arrived step has long been computed."""
-        if outcome is None:
-            return {}
-        if not bool(outcome.skipped):
-            self._skips.pop(outcome.optimizer, None)
-            return {}
-        scale = float(outcome.scale)
-        count, first = self._skips.get(outcome.optimizer, (0, scale))
-        self._skips[outcome.optimizer] = count + 1, first
-        return {"skips": count + 1, "scale": scale, "first_scale": first}

@@ -53,6 +53,9 @@ class ModuleCalls:
         listener: gets `on_before_forward`, `on_after_forward`, `on_first_call` and, if
             `with_arguments`, `on_outermost_call`.
         with_arguments: whether the listener wants the arguments of outermost calls.
+
+    Attributes:
+        is_attached: module calls are watched.
     """
 
     def __init__(
@@ -68,10 +71,11 @@ class ModuleCalls:
         self._scanner = scanner
         self._listener = listener
         self._with_arguments = with_arguments
+        self.is_attached = False
         self._handles: list[RemovableHandle] = []
         self.core = _C.Calls(
             scanner.table.core,
-            self,
+            python_hooks=self,
             inputs=Kind.INPUT in kinds,
             outputs=Kind.OUTPUT in kinds,
             late_keywords=not registry.only,
@@ -87,13 +91,9 @@ class ModuleCalls:
 
     # -- attaching -------------------------------------------------------------------------------
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether hooks are in place."""
-        return bool(self._handles)
-
     def attach(self) -> None:
         """Registers all hooks. Modules found later are seen by global hooks only."""
+        self.is_attached = True
         self.core.set_attached(True)
         if self._with_arguments:  # registered first, so that nothing runs yet when it looks
             self._handles.append(register_module_forward_pre_hook(self.outermost))
@@ -120,6 +120,7 @@ class ModuleCalls:
 
     def detach(self) -> None:
         """Removes every hook; hook dicts are as they were before."""
+        self.is_attached = False
         remove(self._handles)
         self.core.set_attached(False)
         self.core.forget_running()
@@ -167,7 +168,7 @@ class ModuleCalls:
 
     # -- what is new at a call: csrc/calls.cpp calls these by name, and does the rest itself ------
 
-    def unknown(self, module: nn.Module) -> None:
+    def discover(self, module: nn.Module) -> None:
         """A module that the registry has not met."""
         self._registry.discover(module, self.core.running)
 
@@ -181,12 +182,12 @@ class ModuleCalls:
                 outer = True
         return False
 
-    def first_call(self, place: ModulePlace) -> None:
+    def on_first_call(self, place: ModulePlace) -> None:
         """A module runs for the first time."""
         place.called = True
         self._listener.on_first_call(place)
 
-    def new_input(self, place: ModulePlace, index: int, x: Any, row: int) -> int:
+    def scan_new_input(self, place: ModulePlace, index: int, x: Any, row: int) -> int:
         """An argument from a new source, or not a plain tensor. Returns its own row or -1."""
         node = place.inputs.item(index)
         if row >= 0:
@@ -195,18 +196,18 @@ class ModuleCalls:
             self._scanner.visit_new(x, node, row)
         return node.row
 
-    def keywords(self, place: ModulePlace, kwargs: Mapping[str, Any]) -> None:
+    def scan_keywords(self, place: ModulePlace, kwargs: Mapping[str, Any]) -> None:
         """Keyword arguments, at each call that has some."""
         for key, x in kwargs.items():
             self._scanner.visit(x, place.keywords.child(key))
 
-    def new_output(self, place: ModulePlace, output: Any, status: int) -> int:
+    def scan_new_output(self, place: ModulePlace, output: Any, status: int) -> int:
         """An output without a row yet, or not a plain tensor. Returns its own row or -1."""
         node = place.recomputed if self.core.recomputing else place.outputs
         self._scanner.visit_new(output, node, status)
         return node.row
 
-    def gradient(self, place: ModulePlace, output: Any) -> torch.Tensor | None:
+    def watch_gradient(self, place: ModulePlace, output: Any) -> torch.Tensor | None:
         """A module's only output, at calls at which the core cannot watch its gradient by itself.
 
         Returns:
@@ -215,18 +216,18 @@ class ModuleCalls:
         self._gradients.watch_all(output, place.outputs)
         return place.outputs.hooked
 
-    def new_gradient(self, number: int, gradient: Any, row: int) -> int:
+    def scan_new_gradient(self, number: int, gradient: Any, row: int) -> int:
         """A gradient without a row yet, in a new one, or no plain tensor. Returns its own row."""
         return self._gradients.scan_new(number, gradient, row)
 
-    def call_starts(self) -> bool:
+    def on_before_forward(self) -> bool:
         """A call that no other encloses. Returns whether it repeats one, for a checkpoint."""
         recomputing = is_recomputing()
         if not recomputing:
             self._listener.on_before_forward()
         return recomputing
 
-    def forward_ended(self, place: ModulePlace) -> None:
+    def on_after_forward(self, place: ModulePlace) -> None:
         """An outermost module returned."""
         self._listener.on_after_forward(place)
 

@@ -13,8 +13,7 @@ from nanscan._collect.snapshot import Scans
 from nanscan._collect.table import Table
 from nanscan._data.places import Node
 from nanscan._data.site import Kind
-from nanscan._scan import reference
-from nanscan._scan.dispatch import prepare, scan_anywhere
+from nanscan._scan.dispatch import prepare, scan_anywhere, scan_without_kernels
 from nanscan._scan.unwrap import Unscannable, plain_parts, reason
 
 _MAX_DEPTH = 16  # of nested containers
@@ -131,7 +130,7 @@ class Scanner:
         if status == _C.UNPREPARED and prepare(plain):
             status = self.table.scan(plain, part.row)
         if status in (_C.UNPREPARED, _C.OTHER_DEVICE, _C.MISALIGNED):
-            self.table.merge(part.row, plain, reference.scan(plain))
+            self.table.merge(part.row, plain, scan_without_kernels(plain))
             status = 0
         part.skipped = "" if status == 0 else reason(plain, status)
         whole.add_source(part.row)

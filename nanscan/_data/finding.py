@@ -15,6 +15,7 @@ from nanscan._data.cause import Cause
 from nanscan._data.location import Location
 from nanscan._data.result import ScanResult, describe_parts
 from nanscan._data.site import Site
+from nanscan._data.text import dtype_name, share
 
 Verdict = Literal[
     "origin",
@@ -30,9 +31,13 @@ Seen = tuple[Site, ScanResult]
 
 _HISTORY = 6  # steps shown
 _AFFECTED = 4  # sites shown
+_NEXT = (
+    "find the op and its line: nanscan.locate(train_step, batch) runs one step op by op, and "
+    "nanscan.enable(locate=True) does so after the next fault"
+)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Finding:
     """What was concluded for one site in one step. `str()` is the report.
 
@@ -49,7 +54,7 @@ class Finding:
         stats: counts, extremes and the first bad index, over this step.
         given: what the site was made from: a module's inputs, a parameter's gradient and moments.
         before: the sites scanned just before, in execution order.
-        between: the two sites between which code of no module made the values, if so.
+        between: the two sites between which code outside of any module made the values, if so.
         history: arrays over the last steps: step, calls, nan, posinf, neginf, min, max, absmax.
         affected: other sites that went bad in the same step, later; only in the first finding.
         causes: likely causes, best first; empty when no evidence points to one.
@@ -74,8 +79,6 @@ class Finding:
     aliases: tuple[str, ...] = ()
     unscanned: tuple[Site, ...] = ()
     unlikely: tuple[str, ...] = ()
-    location: Location | None = None
-    replay: str = ""
 
     @property
     def is_fault(self) -> bool:
@@ -132,23 +135,23 @@ def _report(finding: Finding) -> list[str]:
     lines += report.sites("given", finding.given)
     lines += report.sites("before", finding.before)
     lines += report.block("history", _history(finding.history))
-    otherwise = "no likely cause found" if finding.verdict == "origin" else ""
-    lines += report.causes(finding.causes, otherwise)
+    lines += report.causes(finding.causes)
     lines += report.block("unlikely", finding.unlikely)
     lines += report.block("also bad", _affected(finding.affected))
-    lines += report.block("replay", [finding.replay] if finding.replay else [])
-    if finding.location is not None:
-        lines += report.block("located", [f"op by op, in step {finding.location.step}:"])
-        lines += [f"    {line}" for line in str(finding.location).splitlines()]
-    return lines
+    return lines + report.block("next", [_NEXT] if _is_unexplained(finding) else [])
+
+
+def _is_unexplained(finding: Finding) -> bool:
+    return finding.verdict == "origin" and not finding.causes
 
 
 def _headline(finding: Finding) -> str:
     state, reason = "non-finite", f"({finding.verdict}: {finding.how})"
     if finding.verdict == "near-limit":
-        limit = torch.finfo(finding.dtype).max
-        share = (finding.stats.absmax or 0.0) / limit
-        state, reason = "near the limit", f"({share:.0%} of {limit:g})"
+        limit = float(torch.finfo(finding.dtype).max)
+        near = share(finding.stats.absmax or 0.0, limit)
+        state = "near the limit"
+        reason = f"({near} of the largest {dtype_name(finding.dtype)}, {limit:g})"
     elif finding.verdict in ("absorbed", "recovered"):
         state = "finite"
     rank = f", rank {finding.rank}" if finding.rank else ""

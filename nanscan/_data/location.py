@@ -16,6 +16,11 @@ from nanscan._data.cause import Cause
 from nanscan._data.result import ScanResult, bad_counts
 from nanscan._data.text import dtype_name
 
+_NEXT = (
+    'watch what goes into this line in every step: x = nanscan.probe("operand", x) before it, and '
+    "nanscan.enable(); the report then shows its values over the steps before"
+)
+
 Direction = Literal["forward", "backward", "optimizer"]
 
 
@@ -174,8 +179,9 @@ def _report(location: Location) -> list[str]:
         what = "read by" if location.at.results[0].stats is None else "NaN at"
         line = f", {_line(location.consequence)}" if location.consequence.file else ""
         lines += report.block(what, [location.consequence.name + line])
-    lines += report.causes(location.causes, "no likely cause found")
-    return lines + report.block("unlikely", location.unlikely)
+    lines += report.causes(location.causes)
+    lines += report.block("unlikely", location.unlikely)
+    return lines + report.block("next", [_NEXT] if not location.causes else [])
 
 
 def _headline(location: Location) -> str:

@@ -58,18 +58,13 @@ def summary(stats: ScanResult) -> str:
     return describe(stats)
 
 
-def causes(found: Sequence[Cause], otherwise: str) -> list[str]:
-    """Each cause with its evidence and remedy.
-
-    Args:
-        found: the causes, best first.
-        otherwise: what to say where there is none; "": nothing.
-    """
+def causes(found: Sequence[Cause]) -> list[str]:
+    """Each cause with its evidence and remedy, best first."""
     lines: list[str] = []
     for cause in found:
         lines += block("cause", [cause.title])
         lines += block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
-    return lines or block("cause", [otherwise] if otherwise else [])
+    return lines
 
 
 def _labelled(label: str, line: str) -> str:

@@ -52,14 +52,3 @@ def answers(rules: Iterable[Rule[E, A]], evidence: E) -> Iterator[A]:
             continue
         if answer is not None:
             yield answer
-
-
-def ask(rule: Callable[..., A | None], *args: object) -> A | None:
-    """To be deleted."""
-    try:
-        return rule(*args)
-    except Exception:
-        if rule.__name__ not in _failed:
-            _failed.add(rule.__name__)
-            _logger.exception("nanscan: the rule %s failed; please report it", rule.__name__)
-        return None

@@ -24,8 +24,11 @@ def rounded(value: float) -> str:
 
 
 def share(x: float, most: float) -> str:
-    """In percent."""
-    return f"{100 * x / most:.2g} %"
+    """How much of `most` x is, in percent: "95 %", "0.3 %", "less than 0.1 %"."""
+    percent = 100 * x / most
+    if 0 < percent < 0.1:  # noqa: PLR2004
+        return "less than 0.1 %"
+    return f"{percent:,.0f} %" if percent >= 10 else f"{percent:.2g} %"  # noqa: PLR2004
 
 
 def plural(count: int, noun: str) -> str:

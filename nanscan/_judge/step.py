@@ -18,8 +18,8 @@ _BEFORE = 5  # sites shown before a finding
 
 _HOW: dict[Verdict, str] = {
     "origin": "made here",
-    "propagated": "handed on",
-    "absorbed": "it was handed non-finite values, and returned finite ones",
+    "propagated": "it was given non-finite values",
+    "absorbed": "it was given non-finite values and returned finite ones",
     "near-limit": "close to overflow",
 }
 
@@ -113,9 +113,9 @@ class StepVerdicts:
         if node.kind is Kind.INPUT:
             return self._conclude_of_input(row, node)
         if self._was_handed_bad_values(row, node):
-            return _Conclusion("propagated", "handed on")
+            return _Conclusion("propagated", _HOW["propagated"])
         if node.kind in (Kind.LOSS, Kind.PROBE):
-            return _Conclusion("origin", "made by code of no module", self._between(row))
+            return _Conclusion("origin", "made by code outside of any module", self._between(row))
         between = self._between(row) if node.kind.is_gradient else None
         return _Conclusion("origin", "made here", between)
 
@@ -124,11 +124,13 @@ class StepVerdicts:
         by_code = node.computed or around is not None
         between = self._between(row) if by_code else None
         if around is None and between is None and not self._made:
-            return _Conclusion("propagated", "handed in by the caller", from_outside=True)
+            return _Conclusion(
+                "propagated", "the caller gave it non-finite values", from_outside=True
+            )
         if self._earlier:
-            return _Conclusion("propagated", "handed on")
+            return _Conclusion("propagated", _HOW["propagated"])
         where = f", in the forward of {around.name}" if around is not None else ""
-        return _Conclusion("origin", f"made by code of no module{where}", between)
+        return _Conclusion("origin", f"made by code outside of any module{where}", between)
 
     def _was_handed_bad_values(self, row: int, node: Node) -> bool:
         place = node.place

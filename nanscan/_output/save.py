@@ -83,7 +83,7 @@ class Saver:
             content = {
                 "step": finding.step,
                 "rank": finding.rank,
-                "site": [finding.site.name, finding.site.kind, finding.site.path],
+                "site": [finding.site.name, finding.site.kind.value, finding.site.path],
                 "verdict": finding.verdict,
                 "text": str(finding),
                 "args": () if call is None else _content(call.args, notes),

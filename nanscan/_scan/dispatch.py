@@ -6,6 +6,7 @@ import torch
 
 from nanscan import _C
 from nanscan._data.result import Record
+from nanscan._data.row import Rows
 from nanscan._scan import cuda, reference
 
 
@@ -26,5 +27,13 @@ def scan_anywhere(x: torch.Tensor, *, moments: bool = False) -> Record | _C.Pend
         prepare(x)
         row = _C.scan_once(x, moments)
     if isinstance(row, int) and row in (_C.OTHER_DEVICE, _C.MISALIGNED):
-        return reference.scan(x, moments=moments)
+        return scan_without_kernels(x, moments=moments)
     return row
+
+
+def scan_without_kernels(x: torch.Tensor, *, moments: bool = False) -> Rows:
+    """Scans a plain tensor that no kernel of the core can read: a backend for a device goes here.
+
+    Synchronization: plain torch copies the tensor to the host and waits.
+    """
+    return reference.scan(x, moments=moments)

@@ -93,7 +93,7 @@ def test_only_what_is_asked_for_is_scanned(scope, kinds):
     monitor, _, _ = _train_everything(kinds, scope)
     seen = {node.kind for node in monitor._table.nodes}
     assert seen == ({kinds} if kinds in KINDS else set(KINDS))
-    assert monitor.coverage()["skipped"] == {}
+    assert monitor.coverage().skipped == {}
     expected = {
         "input": {"Everything input[0]", "lstm input[0]"},
         "output": {"conv output", "act output", "lstm output[0]", "lstm output[1][1]"},
@@ -114,7 +114,7 @@ def test_only_what_is_asked_for_is_scanned(scope, kinds):
 def test_by_default_all_but_the_costly():
     assert set(KINDS) - set(DEFAULT_KINDS) == {"grad_output", "state"}
     monitor = nanscan.enable(Net())
-    assert monitor._hooks._kinds == set(DEFAULT_KINDS)
+    assert monitor._collector._kinds == set(DEFAULT_KINDS)
 
 
 @ALL_OR_ONE
@@ -250,9 +250,9 @@ def test_a_loss_that_no_module_made(scope):
     train(model, optimizer, [batch(2)], lambda out: (out - out.detach()).sum().log())
     first = monitor.findings[0]
     assert (first.step, str(first.site), first.verdict) == (2, "loss", "origin")
-    assert first.how == "made by code of no module"
+    assert first.how == "made by code outside of any module"
     assert first.between == (Site("fc2", "output"), Site("loss", "loss"))
-    assert "loss is non-finite in step 2 (origin: made by code of no module)" in str(first)
+    assert "loss is non-finite in step 2 (origin: made by code outside of any module)" in str(first)
     assert {f.verdict for f in monitor.findings[1:]} == {"propagated"}
 
 
@@ -326,7 +326,7 @@ def test_a_scaled_loss(scope):
     scaler.step(optimizer)
     scaler.update()
     assert history(monitor, "loss", "loss")["max"].tolist() == [1024 * loss.item()]
-    assert monitor._step == 1
+    assert monitor.steps == 1
 
 
 # -- probes ----------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_a_probe_in_a_forward(scope):
     ]
     first = monitor.findings[0]
     assert first.between == (Site("fc1", "output"), Site("hidden", "probe"))
-    assert first.how.startswith("made by code of no module")
+    assert first.how.startswith("made by code outside of any module")
     assert first.stats.inf_count == 12
 
 
@@ -494,6 +494,6 @@ def test_moments_of_all_optimizers_are_clean(name):
 
     for _ in range(3):
         optimizer.step(closure)
-    assert monitor._step == 3
+    assert monitor.steps == 3
     assert monitor.findings == []
     assert sites(monitor, "state")

@@ -86,8 +86,8 @@ def test_containers_are_walked(scope, output, paths):
     monitor = enable(scope, model)
     with torch.no_grad():
         assert model() is output
-    assert monitor.coverage()["sites"] == [f"Do output{path}" for path in sorted(paths)] or set(
-        monitor.coverage()["sites"]
+    assert monitor.coverage().sites == [f"Do output{path}" for path in sorted(paths)] or set(
+        monitor.coverage().sites
     ) == {f"Do output{path}" for path in paths}
 
 
@@ -99,7 +99,7 @@ def test_containers_come_in_as_arguments_too(scope):
         model(
             one(), None, 3, "s", [one(), {"x": one()}], mask=one(), cache=(one(), None), flag=True
         )
-    assert set(monitor.coverage()["sites"]) == {
+    assert set(monitor.coverage().sites) == {
         "Do input[0]",
         "Do input[4][0]",
         "Do input[4][1].x",
@@ -141,7 +141,7 @@ def test_lstm_and_attention(scope):
     } <= set(rows)
     assert not any("attend input" in site for site in rows)
     assert set(rows.values()) == {1}
-    assert monitor.coverage()["not_called"] == ["attend.out_proj"]
+    assert monitor.coverage().not_called == ("attend.out_proj",)
 
 
 @dataclasses.dataclass
@@ -164,7 +164,7 @@ def test_containers_that_contain_themselves(scope):
     monitor = enable(scope, model)
     with torch.no_grad():
         model(ring, Branch(one()).grow(3))
-    sites = monitor.coverage()["sites"]
+    sites = monitor.coverage().sites
     assert len(sites) == 1 + (1 + 3 + 9 + 27)
     assert {"Do input[0][0]", "Do input[1].value", "Do input[1].children[2].value"} < set(sites)
 
@@ -187,8 +187,8 @@ def test_an_argument_that_cannot_be_read_does_not_stop_the_model(scope):
     with torch.no_grad():
         out = model(Hostile(), one(), key=Hostile())
     assert out.tolist() == [1.0, 1.0]
-    assert "Do input[1]" in monitor.coverage()["sites"]
-    skipped = monitor.coverage()["skipped"]
+    assert "Do input[1]" in monitor.coverage().sites
+    skipped = monitor.coverage().skipped
     assert set(skipped) == {"Do input[0]", "Do input.key"}
     assert all(why == "reading it raised RuntimeError: not for you" for why in skipped.values())
 
@@ -212,7 +212,7 @@ def test_subclasses_are_scanned_over_their_memory():
     )
     rows = calls(monitor)
     assert {"fc1.weight param", "fc1.weight grad", "fc1 output"} <= set(rows)
-    assert monitor.coverage()["skipped"] == {}
+    assert monitor.coverage().skipped == {}
 
 
 @SCOPES
@@ -242,7 +242,7 @@ def test_torch_func_transforms_run_and_are_listed_as_skipped(scope):
     assert torch.allclose(batched, model(x))
     model(x).sum().backward()
     assert torch.equal(grads["fc1.weight"], model.fc1.weight.grad)
-    skipped = monitor.coverage()["skipped"]
+    skipped = monitor.coverage().skipped
     assert skipped["fc1 output"] == "it is inside a torch.func transform, which hides its values"
     assert monitor.findings == []
 
@@ -254,7 +254,7 @@ def test_fake_and_meta_tensors_pass_through(scope):
     model = Net().to("meta")
     monitor = enable(scope, model)
     assert model(torch.ones(2, 4, device="meta")).shape == (2, 4)
-    skipped = monitor.coverage()["skipped"]
+    skipped = monitor.coverage().skipped
     assert skipped["fc1 output"] == "it is on the meta device, which has no data"
     assert skipped["fc1.weight param"] == "it is on the meta device, which has no data"
     with FakeTensorMode():
@@ -264,8 +264,8 @@ def test_fake_and_meta_tensors_pass_through(scope):
         monitor.flush()
     assert monitor.findings == []
     assert (
-        "fc2 output" in monitor.coverage()["skipped"]
-        or "Net#2.fc2 output" in monitor.coverage()["skipped"]
+        "fc2 output" in monitor.coverage().skipped
+        or "Net#2.fc2 output" in monitor.coverage().skipped
     )
 
 

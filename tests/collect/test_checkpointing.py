@@ -56,7 +56,7 @@ def test_a_recomputed_forward_is_told_from_the_first(scope, reentrant):
     assert first["block.fc1 output"] == first["block.fc1 output (recomputed)"] == 1
     assert first["loss"] == 1
     train(model, optimizer, [batch(1), batch(2)])
-    assert monitor._step == 3
+    assert monitor.steps == 3
     assert sites(monitor) == seen  # the second time round is as the first
     assert calls(monitor) == first
     assert {"block.fc1 grad_output", "stem grad_output"} <= seen

@@ -205,9 +205,9 @@ def test_rows_are_constant_over_many_steps():
         train(model, optimizer, [x], lambda out, f=criterion: f(out, torch.zeros(3, 4)))
         if step >= 1:
             coverage = monitor.coverage()
-            sizes.add((len(coverage["sites"]), coverage["bytes"]))
+            sizes.add((len(coverage.sites), coverage.nbytes))
     assert len(sizes) == 1
-    sites = monitor.coverage()["sites"]
+    sites = monitor.coverage().sites
     assert len(sites) == len(set(sites))
     assert "MakesModules.<ReLU> output" in sites
     assert "MakesModules.<Sequential>.<Tanh> output" in sites
@@ -223,7 +223,7 @@ def test_models_made_one_after_another_share_their_rows():
         train(model, torch.optim.SGD(model.parameters(), 1e-3), [batch()])
         del model
         gc.collect()
-        sizes.append(len(monitor.coverage()["sites"]))
+        sizes.append(len(monitor.coverage().sites))
     assert len(set(sizes)) == 1
 
 
@@ -232,7 +232,7 @@ def test_models_alive_together_have_names_of_their_own():
     monitor = nanscan.enable()
     infer(first, batch())
     infer(second, batch())
-    sites = monitor.coverage()["sites"]
+    sites = monitor.coverage().sites
     assert {"fc1 output", "Net#2.fc1 output", "Net input[0]", "Net#2 input[0]"} <= set(sites)
 
 
@@ -253,7 +253,7 @@ def test_a_mapping_with_ever_new_keys_takes_a_bounded_number_of_rows():
     monitor = nanscan.enable(model)
     for step in range(5):
         infer(model, {step * 100 + i: torch.ones(1) for i in range(100)})
-    assert len(monitor.coverage()["sites"]) <= 257
+    assert len(monitor.coverage().sites) <= 257
 
 
 # -- each tensor is scanned once -------------------------------------------------------------------
@@ -372,14 +372,14 @@ def test_copies_run_and_are_not_watched(scope, how, still_on):
         twin = torch.load(file, weights_only=False)
     if not still_on:
         nanscan.disable()
-    sites, steps = len(monitor.coverage()["sites"]), monitor._step
+    sites, steps = len(monitor.coverage().sites), monitor.steps
     with torch.no_grad():
         assert torch.equal(twin(batch()), model(batch()))
         infer(twin, torch.full((3, 4), NAN)) if scope == "model" or not still_on else None
     train(twin, torch.optim.SGD(twin.parameters(), 0.1), [batch()])
     if scope == "model":
-        assert len(monitor.coverage()["sites"]) == sites
-        assert monitor._step == steps + still_on
+        assert len(monitor.coverage().sites) == sites
+        assert monitor.steps == steps + still_on
     assert monitor.findings == []
 
 
@@ -409,7 +409,7 @@ def test_scripted_and_traced_modules(scope):
     infer(model, batch())
     if scope == "model":
         assert {"fc input[0]", "fc output"} <= set(calls(monitor))
-        why = monitor.coverage()["skipped"]["scripted output"]
+        why = monitor.coverage().skipped["scripted output"]
         assert why == "torch takes no hooks on a scripted module"
     else:
         assert {"scripted output", "fc output"} <= set(calls(monitor))
@@ -433,7 +433,7 @@ def test_compiled_models_run_whole_and_give_the_same(scope):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     assert torch.equal(compiled(batch()).detach(), expected)
     train(compiled, optimizer, [batch(), batch(1)])
-    assert monitor._step == 2
+    assert monitor.steps == 2
     rows = calls(monitor)
     prefix = "" if scope == "model" else "_orig_mod."  # the compiled module is the outermost one
     assert rows[f"{prefix}fc1.weight grad"] == rows[f"{prefix}fc1.weight param"] == 1
@@ -457,7 +457,7 @@ def test_checkpointing_makes_no_steps_of_its_own(scope, reentrant):
     model = Checkpointed()
     monitor = enable(scope, model)
     train(model, torch.optim.SGD(model.parameters(), 0.1), [batch(i) for i in range(3)])
-    assert monitor._step == 3
+    assert monitor.steps == 3
     assert (
         calls(monitor)["block.fc1 output"] == calls(monitor)["block.fc1 output (recomputed)"] == 1
     )
@@ -472,7 +472,7 @@ def test_a_checkpointed_forward_within_backward_is_no_step_without_an_optimizer_
     monitor = nanscan.enable()
     for seed in range(2):
         model(batch(seed).requires_grad_()).sum().backward()
-    assert monitor._step == 2
+    assert monitor.steps == 2
 
 
 # -- threads and processes -------------------------------------------------------------------------
@@ -535,7 +535,7 @@ def test_one_model_in_two_threads(scope):
                 assert torch.equal(model(batch()), expected)
 
     _in_threads(run, run)
-    sites = monitor.coverage()["sites"]
+    sites = monitor.coverage().sites
     assert len(sites) == len(set(sites))
     assert {f"{i}.{layer} output" for i in range(20) for layer in ("fc1", "act", "fc2")} < set(
         sites
@@ -558,7 +558,7 @@ def test_two_models_train_in_two_threads():
 
     _in_threads(*map(run, models))
     for monitor in monitors:
-        assert monitor._step == 10
+        assert monitor.steps == 10
         assert calls(monitor)["fc1.weight param"] == 1
         assert monitor.findings == []
 
@@ -575,12 +575,12 @@ def test_a_forked_child_goes_on(scope):
         code = 1
         try:
             infer(model, batch())
-            code = 0 if monitor._step == 2 and not monitor.findings else 2
+            code = 0 if monitor.steps == 2 and not monitor.findings else 2
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert monitor._step == 1
+    assert monitor.steps == 1
 
 
 def test_threads_that_meet_a_model_at_once():
@@ -605,4 +605,4 @@ def test_threads_that_meet_a_model_at_once():
     for thread in threads:
         thread.join()
     assert errors == []
-    assert {"0 output", "1 output"} <= set(monitor.coverage()["sites"])
+    assert {"0 output", "1 output"} <= set(monitor.coverage().sites)

@@ -115,7 +115,7 @@ def test_a_cell_that_goes_bad_in_one_of_its_calls(scope):
     first, second, *_ = monitor.findings
     assert (first.step, str(first.site), first.verdict) == (2, "cell input[1]", "origin")
     assert first.between in (None, (Site("cell", "output"), Site("cell", "input", "[1]")))
-    assert first.how == "made by code of no module, in the forward of Loop"
+    assert first.how == "made by code outside of any module, in the forward of Loop"
     assert (str(second.site), second.verdict) == ("cell output", "propagated")
     assert (second.stats.calls, second.stats.nan_count) == (5, 2 * 12)
 
@@ -134,7 +134,7 @@ def test_accumulation_over_micro_batches(scope):
 
     step([batch(i) for i in range(4)])
     step([batch(i) for i in range(4)])
-    assert monitor._step == 2
+    assert monitor.steps == 2
     rows = calls(monitor)
     for site in ("Net input[0]", "fc1 output", "fc2 grad_output", "loss"):
         assert rows[site] == 4, site
@@ -161,7 +161,7 @@ def test_a_bad_micro_batch_that_backward_makes(scope):
     optimizer.step()
     assert verdicts(monitor)[0] == (0, "fc1 grad_output", "origin")
     assert [v for _, _, v in verdicts(monitor)[1:]] == ["propagated"] * (len(verdicts(monitor)) - 1)
-    assert monitor._step == 1
+    assert monitor.steps == 1
 
 
 @SCOPES
@@ -176,7 +176,7 @@ def test_a_step_that_the_user_leaves_out(scope):
         if loss.isfinite():
             loss.backward()
             optimizer.step()
-    assert monitor._step == 3
+    assert monitor.steps == 3
     found = verdicts(monitor)
     assert found[0] == (1, "Net input[0]", "propagated")
     assert {v for _, _, v in found[:-1]} == {"propagated"}
@@ -259,7 +259,7 @@ def test_modules_of_torch_that_are_not_called_are_listed(scope):
     monitor = enable(scope, model, kinds=KINDS, action="log")
     optimizer = sgd(model.attend)
     train(model, optimizer, [batch()])
-    assert monitor.coverage()["not_called"] == ["attend.out_proj", "unused"]
+    assert monitor.coverage().not_called == ("attend.out_proj", "unused")
     model.attend.out_proj.bias.register_hook(lambda grad: grad * NAN)
     train(model, optimizer, [batch()])
     assert verdicts(monitor) == [

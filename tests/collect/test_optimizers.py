@@ -91,10 +91,10 @@ def test_closures(scope):
     for _ in range(2):
         optimizer.step(closure)
     rows = calls(monitor)
-    assert monitor._step == 2
+    assert monitor.steps == 2
     assert rows["fc1.weight param"] == 1
     assert rows["fc2 output"] >= 3
-    assert not any("LBFGS" in site for site in monitor.coverage()["sites"])
+    assert not any("LBFGS" in site for site in monitor.coverage().sites)
     assert monitor.findings == []
 
 
@@ -106,7 +106,7 @@ def test_sparse_gradients(scope):
     train(model, optimizer, [torch.tensor([1, 2])], lambda out: 7 * out.sum())
     history = monitor.history(nanscan.Site("weight", "grad", ".values"))
     assert history["max"].tolist() == [7.0]
-    assert monitor.coverage()["skipped"] == {}
+    assert monitor.coverage().skipped == {}
     with pytest.warns(nanscan.NonFiniteWarning):
         train(model, optimizer, [torch.tensor([1, 2])], lambda out: NAN * out.sum())
     assert verdicts(monitor) == [
@@ -171,7 +171,7 @@ def test_parameters_of_another_model_are_ignored():
     watched, other = Net(), Net()
     monitor = nanscan.enable(watched)
     train(other, torch.optim.SGD(other.parameters(), 0.1), [batch()])
-    assert monitor._step == 0
+    assert monitor.steps == 0
     both = torch.optim.SGD([*other.parameters(), *watched.parameters()], 0.1)
     train(lambda x: watched(x) + other(x), both, [batch()])
     rows = calls(monitor)
@@ -231,7 +231,7 @@ def test_accumulated_gradients_make_one_step(scope):
             model(batch(micro)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert monitor._step == 2
+    assert monitor.steps == 2
     rows = calls(monitor)
     assert (rows["fc1 output"], rows["fc1.weight grad"], rows["fc1.weight param"]) == (3, 1, 1)
 
@@ -268,5 +268,5 @@ def test_an_optimizer_around_another_makes_one_step():
     model = Net()
     monitor = nanscan.enable(model)
     train(model, Outer(torch.optim.SGD(model.parameters(), 0.1)), [batch(), batch()])
-    assert monitor._step == 2
+    assert monitor.steps == 2
     assert calls(monitor)["fc1.weight param"] == 1

@@ -260,7 +260,11 @@ def test_a_graph_outlives_the_monitor_that_hooked_it():
     monitor = nanscan.enable(model, kinds=KINDS)
     train(model, sgd(model), [batch()])
     loss = model(batch()).sum()
-    references = [weakref.ref(monitor), weakref.ref(monitor._hooks), weakref.ref(monitor._table)]
+    references = [
+        weakref.ref(monitor),
+        weakref.ref(monitor._collector),
+        weakref.ref(monitor._table),
+    ]
     monitor.close()
     del monitor
     gc.collect()

@@ -256,7 +256,7 @@ def test_a_step_after_which_parameters_were_not_scanned():
     monitor = nanscan.enable(model, action="log", kinds=("output", "param"))
     optimizer = sgd(model)
     train(model, optimizer, [batch()])
-    monitor._hooks.set_turn(Turn(1, 1, slow=False))
+    monitor._collector.set_turn(Turn(1, 1, slow=False))
     model(batch(1)).sum().backward()
     model.fc2.bias.grad.fill_(NAN)
     optimizer.step()

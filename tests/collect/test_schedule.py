@@ -29,7 +29,7 @@ from nanscan._data.site import KINDS
 
 
 def names(monitor):
-    return set(monitor.coverage()["sites"])
+    return set(monitor.coverage().sites)
 
 
 # -- the schedule alone ----------------------------------------------------------------------------
@@ -137,13 +137,13 @@ def test_gradients_of_outputs_are_thinned_with_outputs():
 
 def test_every_second_step_is_scanned():
     model = Net()
-    monitor = nanscan.enable(model, every=2, warmup=1)
+    monitor = nanscan.enable(model, every_n_steps=2, warmup_steps=1)
     train(model, sgd(model), [batch(i) for i in range(6)])
     site = nanscan.Site("fc1", "output")
     assert monitor.history(site)["step"].tolist() == [1, 3, 5]
     assert monitor.history(nanscan.Site("fc1.weight", "param"))["step"].tolist() == [1, 3, 5]
     assert monitor.history(nanscan.Site("loss", "loss"))["step"].tolist() == [1, 3, 5]
-    assert monitor._step == 6
+    assert monitor.steps == 6
 
 
 def test_sentinels_are_scanned_in_every_step_and_others_by_turns():
@@ -151,7 +151,7 @@ def test_sentinels_are_scanned_in_every_step_and_others_by_turns():
     model = nn.Sequential(*blocks)
     monitor = nanscan.enable(model, kinds=KINDS, history=32)
     monitor._schedule.period, monitor._schedule.slow_period = 4, 8
-    monitor._hooks.set_turn(monitor._schedule.turn(0))
+    monitor._collector._next_turn()
     train(model, sgd(model), [batch(i) for i in range(16)])
 
     def steps(name, kind="output"):
@@ -174,7 +174,7 @@ def test_hooks_on_tensors_are_there_by_turns_even_on_sentinels():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)), Head())
     monitor = nanscan.enable(model, kinds=KINDS, history=32)
     monitor._schedule.period = 4
-    monitor._hooks.set_turn(monitor._schedule.turn(0))
+    monitor._collector._next_turn()
     train(model, sgd(model), [batch(i) for i in range(16)])
 
     def steps(name, kind):
@@ -215,20 +215,20 @@ class Outputs(dict):
 def test_what_gradient_hooks_cost_is_counted(kinds):
     model = Net()
     monitor = nanscan.enable(model, kinds=kinds, max_overhead=0.5)
-    monitor._hooks.take_cost()
+    monitor._collector._meter.take()
     loss = model(batch()).sum()
-    cost = monitor._hooks.take_cost()
+    cost = monitor._collector._meter.take()
     assert cost.calls > cost.dispatch > 0
     assert cost.gradients == 0
     loss.backward()
-    cost = monitor._hooks.take_cost()
+    cost = monitor._collector._meter.take()
     assert cost.calls == 0
     hooks = 3 + ("output" not in kinds)  # without outputs, Net and fc2 both have one
-    assert cost.gradients > hooks * monitor._hooks._gradient_dispatch > 0
+    assert cost.gradients > hooks * monitor._collector._meter.gradient_dispatch > 0
     assert cost.total >= cost.gradients
     nanscan.enable(model, kinds=kinds)  # no budget, no clock
     model(batch()).sum().backward()
-    assert monitor._hooks.take_cost().gradients == 0
+    assert monitor._collector._meter.take().gradients == 0
 
 
 def test_a_flat_model_comes_close_to_its_budget():
@@ -237,7 +237,7 @@ def test_a_flat_model_comes_close_to_its_budget():
     monitor = nanscan.enable(model, kinds=KINDS, max_overhead=0.001)
     train(model, sgd(model), [batch(i) for i in range(30)])
     assert (monitor._schedule.period, monitor._schedule.slow_period) == (64, 64)
-    assert monitor._hooks._gradients
+    assert monitor._collector.calls._gradients._nodes
     before = monitor._table.nodes[:]
     hooked = [n for n in before if n.kind == "grad_output"]
     counts = [len(monitor.history(n.site)["step"]) for n in hooked]
@@ -256,7 +256,7 @@ def test_a_finding_of_a_thinned_step_says_what_was_not_scanned():
     monitor = nanscan.enable(model, action="log")
     infer(model, batch())  # in full: the order is known
     monitor._schedule.period = 3
-    monitor._hooks.set_turn(Turn(3, 1, slow=False))
+    monitor._collector.set_turn(Turn(3, 1, slow=False))
     with torch.no_grad():
         model[0][1].bias[0] = NAN
     infer(model, batch())
@@ -268,7 +268,7 @@ def test_a_finding_of_a_thinned_step_says_what_was_not_scanned():
     scanned = {str(first.site), *between}
     assert "0.1 output" in scanned
     # The next steps are scanned in full.
-    assert monitor._hooks.turn == FULL
+    assert monitor._collector.turn == FULL
 
 
 def test_a_budget_is_measured_and_told():
@@ -276,16 +276,16 @@ def test_a_budget_is_measured_and_told():
     with nanscan.watch(model, max_overhead=0.001) as monitor:
         train(model, sgd(model), [batch(i) for i in range(30)])
         coverage = monitor.coverage()
-    assert coverage["overhead"] > 0
-    assert coverage["thinned"]  # steps of microseconds cannot bear it
+    assert coverage.overhead > 0
+    assert coverage.thinned  # steps of microseconds cannot bear it
     with nanscan.watch(model) as monitor:
         infer(model, batch())
-        assert math.isnan(monitor.coverage()["overhead"])
+        assert math.isnan(monitor.coverage().overhead)
 
 
 def test_more_can_be_asked_for():
     model = Net()
-    monitor = nanscan.enable(model, every=100)
+    monitor = nanscan.enable(model, every_n_steps=100)
     infer(model, batch())
     monitor.scan_fully(2)
     infer(model, *[batch(i) for i in range(4)])
@@ -312,7 +312,7 @@ def test_include_and_exclude(scope):
         both = Both()
         with nanscan.watch(both if scope == "model" else None, **options) as monitor:
             train(both, sgd(both), [batch()])
-            return names(monitor), monitor.coverage()["left_out"], monitor._step
+            return names(monitor), monitor.coverage().left_out, monitor.steps
 
     sites, left_out, steps = seen(include="parts.dec")
     assert steps == 1
@@ -352,8 +352,8 @@ def test_ignored_findings():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every must be a positive number of steps, got 0"),
-        ({"warmup": -1}, "warmup must be a number of steps, got -1"),
+        ({"every_n_steps": 0}, "every_n_steps must be a positive number of steps, got 0"),
+        ({"warmup_steps": -1}, "warmup_steps must be a number of steps, got -1"),
         ({"max_overhead": 0}, r"max_overhead must be in \(0, 1\), got 0"),
         ({"max_overhead": 1.5}, r"max_overhead must be in \(0, 1\), got 1.5"),
     ],

@@ -198,7 +198,7 @@ def test_a_run_with_a_bad_batch_equals_one_without_it(scope):
     skipped, monitor = run([*good[:2], set_nan(batch(9)), *good[2:]], skip_step=True)
     assert bits(skipped) == bits(expected)
     assert monitor.findings[0].step == 2
-    assert monitor._step == 5
+    assert monitor.steps == 5
     spoilt, _ = run([*good[:2], set_nan(batch(9)), *good[2:]])
     assert not all(torch.isfinite(x).all() for x in spoilt.values())
 
@@ -281,7 +281,7 @@ def test_clean_steps_are_not_scanned_twice(monkeypatch):
     assert monitor.findings == []
 
 
-@pytest.mark.parametrize("options", [{"every": 5}, {"warmup": 9}])
+@pytest.mark.parametrize("options", [{"every_n_steps": 5}, {"warmup_steps": 9}])
 def test_gradients_count_in_steps_that_scan_nothing_else(options):
     model = Net()
     monitor = nanscan.enable(model, skip_step=True, action="log", **options)
@@ -345,7 +345,7 @@ def test_the_action_raise_raises_with_the_parameters_unharmed():
     with pytest.raises(NonFiniteError):
         learner.step(0, NAN)
     assert learner.state() == before
-    assert monitor._step == 1
+    assert monitor.steps == 1
 
 
 def test_hooks_of_the_user_that_raise_find_everything_as_it_was():
@@ -429,7 +429,7 @@ def test_a_subclass_that_calls_its_base_is_kept_from_its_step_too():
         optimizer.step()
         assert (bits(model.state_dict()) == before[0]) == bad
         assert optimizer.count == before[1] + (not bad)
-        assert monitor._step == number + 1
+        assert monitor.steps == number + 1
     assert monitor.findings[0].step == 1
     optimizer.step(lambda: model.fc1.bias.grad.fill_(1))  # what it sets on a stand-in, it keeps
     assert optimizer.count == 3
@@ -503,7 +503,7 @@ def test_a_scaler_skips_by_itself_too(fused, device, request):
         if bad is not None:
             assert after == before
     assert scales == [64, 32, 32, 16, 16]
-    assert monitor._step == 5
+    assert monitor.steps == 5
     scaler.scale(torch.zeros(()))
     learner.set_gradients(3, None)
     scaler.unscale_(learner.optimizer)

@@ -94,7 +94,7 @@ def test_memory_stays_constant_and_a_late_nan_is_found(num_threads):
     kept = sum(len(f.history) + len(f.given) + len(f.before) for f in monitor.findings)
     assert sum(counted[STEPS].values()) - sum(counted[SETTLED].values()) < 20 * kept
 
-    assert monitor._step == STEPS
+    assert monitor.steps == STEPS
     assert monitor.healthy
     first, last = monitor.findings[0], monitor.findings[-1]
     assert (first.step, str(first.site), first.verdict) == (

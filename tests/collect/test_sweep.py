@@ -386,7 +386,7 @@ def test_faults_in_the_course_of_training(scope, make, value, start):
     def judge(fault):
         run.fault = fault
         run.step()
-        what = what_is_wrong(fault, monitor._step - 1, monitor.poll())
+        what = what_is_wrong(fault, monitor.steps - 1, monitor.poll())
         run.fault = None
         with torch.no_grad():
             for x, good in zip(run.tensors(), clean, strict=True):
@@ -424,4 +424,4 @@ def test_without_a_fault_nothing_is_found(scope, make, start):
     for _ in range(5):
         run.step()
     assert monitor.findings == []
-    assert monitor.coverage()["not_called"] == (["blocks"] if make is transformer else [])
+    assert monitor.coverage().not_called == (["blocks"] if make is transformer else [])

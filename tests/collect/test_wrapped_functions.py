@@ -130,9 +130,9 @@ def test_a_scaler_step_wrapped_twice_is_one_step(originals):
     ours = torch.amp.GradScaler.step
     torch.amp.GradScaler.step = lambda *args: ours(*args)  # noqa: PLW0108 - not ours
     nanscan.disable()
-    monitor = nanscan.enable(model, kinds="grad", action="log", max_skips=3)
+    monitor = nanscan.enable(model, kinds="grad", action="log", max_skipped_steps=3)
     steps_of_scaler(torch.amp.GradScaler("cpu"), model, sgd(model), 3)
-    assert monitor._step == 3
+    assert monitor.steps == 3
     assert [(f.step, f.verdict) for f in monitor.findings] == [
         (0, "scale-search"),
         (2, "persistent-overflow"),

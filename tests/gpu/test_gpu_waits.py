@@ -153,8 +153,8 @@ def test_training_with_hooks_never_waits(scope, host_never_waits, sleep_cycles):
     assert monitor.flush() == []
     steps = monitor.history(monitor._table.nodes[0].site)["step"].tolist()
     assert steps == list(range(29 - len(steps), 29))
-    assert monitor.coverage()["skipped"] == {}
-    assert sum(site.endswith("exp_avg_sq") for site in monitor.coverage()["sites"]) == 6
+    assert monitor.coverage().skipped == {}
+    assert sum(site.endswith("exp_avg_sq") for site in monitor.coverage().sites) == 6
 
 
 def test_a_bad_step_is_found_without_waiting(host_never_waits):

@@ -166,7 +166,7 @@ def calls(monitor: nanscan.Monitor) -> dict[str, int]:
     found = {}
     for node in monitor._table.nodes:
         history = monitor.history(node.site)
-        if len(history["step"]) and history["step"][-1] == monitor._step - 1:
+        if len(history["step"]) and history["step"][-1] == monitor.steps - 1:
             found[str(node.site)] = int(history["calls"][-1])
     return found
 

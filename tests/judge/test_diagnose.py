@@ -8,16 +8,17 @@ import torch
 from torch import nn
 
 from helpers.models import NAN, Do, Net, batch, diagnosed, first_fault, infer, sgd, titles, train
-from nanscan import _monitor
-from nanscan._judge import causes
+from nanscan import Cause
+from nanscan._data.rules import Rule
+from nanscan._judge import causes, episode
 
 
 def test_nothing_is_asked_while_all_is_clean(monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr(_monitor, "causes", refuse)
-    monkeypatch.setattr(_monitor, "unlikely", refuse)
+    monkeypatch.setattr(episode, "causes", refuse)
+    monkeypatch.setattr(episode, "unlikely", refuse)
     model = Net()
     inputs = [batch(seed) for seed in range(3)]
     assert diagnosed(model, lambda: train(model, sgd(model), inputs)).findings == []
@@ -28,15 +29,18 @@ def test_what_was_handed_on_has_neither_causes_nor_refuted_suspicions():
     findings = diagnosed(model, lambda: infer(model, -batch().abs())).findings
     assert [f.verdict for f in findings] == ["origin", "propagated", "propagated"]
     assert findings[0].unlikely
-    assert [(f.causes, f.unlikely) for f in findings[1:]] == [([], [])] * 2
+    assert [(f.causes, f.unlikely) for f in findings[1:]] == [((), ())] * 2
 
 
 def test_three_causes_at_most(monkeypatch):
     monkeypatch.setattr(
         causes,
-        "_RULES",
+        "RULES",
         tuple(
-            lambda *_, title=title: None if title == "c" else causes.Cause(title, "", "")
+            Rule(
+                lambda _, title=title: None if title == "c" else Cause(title, "", ""),
+                lambda _: True,
+            )
             for title in "abcdef"
         ),
     )
@@ -108,7 +112,7 @@ def test_without_a_look_at_the_forward_overflow_is_not_refuted():
     model = Net()
     model.fc1.bias.register_hook(lambda gradient: gradient * NAN)
     monitor = diagnosed(model, lambda: train(model, sgd(model), [batch()]), kinds="grad")
-    assert first_fault(monitor).unlikely == []
+    assert first_fault(monitor).unlikely == ()
 
 
 def test_a_second_origin_does_not_follow_finite_values_only():

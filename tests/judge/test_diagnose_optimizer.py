@@ -74,11 +74,11 @@ def test_an_update_that_fits_is_not_blamed(scale):
     if scale > 1:  # its square would not fit
         assert "exploding" not in str(finding.unlikely)
         return
-    assert "no likely cause found" in str(finding)
-    assert finding.unlikely == [
+    assert "nanscan.locate(train_step, batch)" in str(finding)
+    assert finding.unlikely == (
         "exploding gradients: the gradient is finite, absmax 2",
         "bad input batch: every input of the step is finite, absmax 1",
-    ]
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
@@ -130,7 +130,7 @@ def test_uninitialised_parameter(value, is_absurd):
         evidence = finding.causes[0].evidence
         assert evidence in (
             "1 of 12 elements were non-finite before the first forward",
-            "it reaches 3e+38, 88% of the largest float32, before the first forward",
+            "it reaches 3e+38, 88 % of the largest float32, before the first forward",
         )
 
 

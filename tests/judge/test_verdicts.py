@@ -55,7 +55,7 @@ def test_what_is_absorbed(scope, function):
     assert [str(site) for site, _ in absorbed.given] == ["1 output"]
     assert absorbed.given[0][1].nan_count == 1
     assert "2 output is finite in step 0 (absorbed:" in str(absorbed)
-    assert monitor.findings[0].affected == [Site("1", "output")]
+    assert monitor.findings[0].affected == (Site("1", "output"),)
 
 
 @SCOPES
@@ -178,7 +178,7 @@ def test_the_search_of_a_scale(scope, unscale, optimizer):
     steps_of_scaler(scaler, model, optimizer, 8, unscale=unscale)
     assert not torch.equal(model.fc.weight, weight)
     assert [f.verdict for f in monitor.findings if f.verdict != "near-limit"] == ["scale-search"]
-    assert monitor._step == 9
+    assert monitor.steps == 9
 
 
 @pytest.mark.parametrize("max_skips", [2, 3, 8])
@@ -186,7 +186,9 @@ def test_the_search_of_a_scale(scope, unscale, optimizer):
 def test_too_many_skipped_steps(scope, max_skips):
     model = Steep(INF)
     told = []
-    monitor = enable(scope, model, kinds=("grad", "param"), action=told.append, max_skips=max_skips)
+    monitor = enable(
+        scope, model, kinds=("grad", "param"), action=told.append, max_skipped_steps=max_skips
+    )
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     steps_of_scaler(scaler, model, optimizer, max_skips + 3)
@@ -198,13 +200,13 @@ def test_too_many_skipped_steps(scope, max_skips):
     assert told[1].how == (
         f"the GradScaler skipped {max_skips} steps in a row, this one at a scale of {scale:g}"
     )
-    assert monitor._step == max_skips + 3
+    assert monitor.steps == max_skips + 3
 
 
 @SCOPES
 def test_too_many_skipped_steps_of_one_optimizer_of_two(scope):
     model = Net()
-    monitor = enable(scope, model, kinds="grad", action="log", max_skips=3)
+    monitor = enable(scope, model, kinds="grad", action="log", max_skipped_steps=3)
     first, second = sgd(model.fc1), sgd(model.fc2)
     scaler = torch.amp.GradScaler("cpu")
     model.fc1.weight.register_hook(lambda grad: grad * INF)
@@ -223,7 +225,7 @@ def test_too_many_skipped_steps_of_one_optimizer_of_two(scope):
 @SCOPES
 def test_a_step_that_goes_through_ends_the_count_of_skips(scope):
     model = Steep()
-    monitor = enable(scope, model, kinds="grad", action="log", max_skips=3)
+    monitor = enable(scope, model, kinds="grad", action="log", max_skipped_steps=3)
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     for slopes in ([INF, INF, 1.0] * 3, [INF] * 3):
@@ -242,7 +244,7 @@ def test_a_step_that_goes_through_ends_the_count_of_skips(scope):
 @SCOPES
 def test_persistent_overflow_raises(scope):
     model = Steep(INF)
-    enable(scope, model, kinds="grad", action="raise", max_skips=2)
+    enable(scope, model, kinds="grad", action="raise", max_skipped_steps=2)
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(nanscan.NonFiniteError, match="persistent-overflow") as caught:
@@ -268,7 +270,9 @@ def test_near_the_limit_with_its_history(scope):
     assert [(f.step, f.verdict) for f in near] == [(4, "near-limit")]
     assert near[0].history["step"].tolist() == [1, 2, 3, 4]
     assert near[0].history["absmax"].tolist() == [4e3, 8e3, 1.6e4, 32992]
-    assert "0 output is near the limit in step 4 (50% of 65504)" in str(near[0])
+    assert "0 output is near the limit in step 4 (50 % of the largest float16, 65504)" in str(
+        near[0]
+    )
     assert "step 3: 16000, step 4: 32992" in str(near[0])
     assert monitor.healthy
 
@@ -281,7 +285,7 @@ def test_made_between_two_modules_in_the_forward_of_a_third(scope):
     first = monitor.findings[0]
     assert (str(first.site), first.verdict) == ("1.fc2 input[0]", "origin")
     assert first.between == (Site("1.fc1", "output"), Site("1.fc2", "input", "[0]"))
-    assert first.how == "made by code of no module, in the forward of 1"
+    assert first.how == "made by code outside of any module, in the forward of 1"
     assert "between   1.fc1 output  and  1.fc2 input[0]" in str(first)
 
 
@@ -303,4 +307,4 @@ def test_made_between_modules_with_others_in_between(scope):
     infer(model, batch())
     first = monitor.findings[0]
     assert first.between == (Site("right", "output"), Site("last", "input", "[0]"))
-    assert first.how == "made by code of no module, in the forward of Skips"
+    assert first.how == "made by code outside of any module, in the forward of Skips"

@@ -284,7 +284,7 @@ def test_the_module_and_operands_of_the_forward_op():
     assert where(location) == expected
     assert (location.module, location.forward.module_type) == ("1", "Roots")
     assert location.forward.name == "aten.sqrt.default"
-    assert location.consumers == ["aten.where.self"]
+    assert location.consumers == ("aten.where.self",)
     (operand,) = location.forward.operands
     assert (operand.stats.min, operand.stats.max, operand.shape) == (0, 0, (2, 4))
     gradient, divisor = location.operands

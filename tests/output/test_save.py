@@ -83,7 +83,7 @@ def test_a_saved_step_does_the_same_in_another_process(scope, skip_step, tmp_pat
     random.seed(3)
     np.random.seed(3)  # noqa: NPY002 - what the model draws from
     model = names["Model"]()
-    monitor = enable(scope, model, action="log", skip_step=skip_step, save=tmp_path / "bad")
+    monitor = enable(scope, model, action="log", skip_step=skip_step, save_dir=tmp_path / "bad")
     train_example(model, sgd(model), monitor, names["data"])
     finding = monitor.findings[0]
     (folder,) = (tmp_path / "bad").iterdir()
@@ -118,7 +118,7 @@ def only_saved(folder):
 
 def save_one(tmp_path, model, *args, mode=torch.no_grad, **kwargs):
     """Runs a model once without an optimizer; what was saved of that."""
-    with nanscan.watch(model, action="log", save=tmp_path), mode():
+    with nanscan.watch(model, action="log", save_dir=tmp_path), mode():
         model(*args, **kwargs)
     return only_saved(tmp_path)
 
@@ -156,7 +156,7 @@ def test_containers_are_as_they_were_when_the_call_began(scope, tmp_path):
     model = Do(forward)
     options = {"n": 3, "name": "x", "t": batch(2), 5: (True, None, 1.5, b"x", torch.float16)}
     nested = [batch(1), OrderedDict(b=batch(3))]
-    monitor = enable(scope, model, action="log", save=tmp_path)
+    monitor = enable(scope, model, action="log", save_dir=tmp_path)
     model(batch(0), nested, options=options, pair=Pair(batch(4), 2))
     assert options == {}
     assert len(monitor.findings) == 1
@@ -262,7 +262,7 @@ def test_a_bad_microbatch_is_the_one_that_is_saved(scope, bad, tmp_path):
     model = Net()
     optimizer = sgd(model)
     told = []
-    monitor = enable(scope, model, action=told.append, save=tmp_path, skip_step=True)
+    monitor = enable(scope, model, action=told.append, save_dir=tmp_path, skip_step=True)
     train(model, optimizer, [batch()])
     for i in range(5):
         out = model(batch(i))
@@ -277,7 +277,7 @@ def test_a_bad_microbatch_is_the_one_that_is_saved(scope, bad, tmp_path):
 @SCOPES
 def test_parameters_are_saved_as_they_were_before_the_step(scope, tmp_path):
     model = Gap(lambda x: x / 0)
-    monitor = enable(scope, model, action="log", save=tmp_path)
+    monitor = enable(scope, model, action="log", save_dir=tmp_path)
     before = bits(dict(model.state_dict()))
     train(model, sgd(model), [batch()])
     assert not torch.isfinite(model.fc1.weight).all()
@@ -299,14 +299,14 @@ def test_parameters_are_saved_as_they_were_before_the_step(scope, tmp_path):
 def test_what_is_absorbed_is_told_once(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), Do(torch.nan_to_num), nn.Linear(4, 4))
     told = []
-    nanscan.enable(model, action=told.append, save=tmp_path)
+    nanscan.enable(model, action=told.append, save_dir=tmp_path)
     train(model, sgd(model), [set_nan(batch())])
     assert [f.verdict for f in told] == ["propagated", "absorbed"]
 
 
 def test_what_an_optimizer_made_is_saved_after_its_step(tmp_path):
     model = Net()
-    monitor = nanscan.enable(model, action="log", save=tmp_path)
+    monitor = nanscan.enable(model, action="log", save_dir=tmp_path)
     train(model, sgd(model, lr=INF), [batch()])
     assert monitor.findings[0].site.kind == "param"
     saved = only_saved(tmp_path)
@@ -320,28 +320,27 @@ def test_actions_come_when_they_would_without_save(tmp_path):
     optimizer = sgd(model)
     optimizer.register_step_post_hook(lambda *_: events.append("stepped"))
     action = lambda finding: events.append(f"{finding.site} {len(list(tmp_path.iterdir()))}")
-    monitor = nanscan.enable(model, action=action, save=tmp_path)
+    monitor = nanscan.enable(model, action=action, save_dir=tmp_path)
     train(model, optimizer, [batch(), set_nan(batch())])
     assert events == ["stepped", "stepped", "Net input[0] 1"]
     monitor.close()
     model = Gap(lambda x: x / 0)
-    monitor = nanscan.enable(model, action="raise", save=tmp_path)
+    monitor = nanscan.enable(model, action="raise", save_dir=tmp_path)
     before = bits(model.state_dict())
     with pytest.raises(NonFiniteError):
         train(model, sgd(model), [batch()])
     assert bits(model.state_dict()) != before
-    assert monitor._step == 1
+    assert monitor.steps == 1
 
 
 @SCOPES
 def test_a_step_that_is_judged_late_has_its_own_inputs(scope, tmp_path, monkeypatch):
     """As on CUDA, where a step is judged when its rows arrived."""
     model = Net()
-    monitor = enable(scope, model, action="log", save=tmp_path, skip_step=True)
+    monitor = enable(scope, model, action="log", save_dir=tmp_path, skip_step=True)
     monkeypatch.setattr(Snapshot, "ready", lambda self: False)
-    monkeypatch.setattr(monitor, "_gradients_scanned", lambda: None)
+    monkeypatch.setattr(monitor._collector, "_judge_gradients", lambda: None)
     optimizer = sgd(model)
-    monitor._hooks._on_gradients = lambda: None
     train(model, optimizer, [batch(0), set_nan(batch(1)), batch(2), batch(3)])
     assert not list(tmp_path.iterdir())
     monitor.flush()
@@ -353,7 +352,7 @@ def test_a_step_that_is_judged_late_has_its_own_inputs(scope, tmp_path, monkeypa
 @pytest.mark.parametrize("late", [False, True])
 def test_inputs_are_let_go_when_their_step_is_judged(late, tmp_path, monkeypatch):
     model = Net()
-    monitor = nanscan.enable(model, save=tmp_path)
+    monitor = nanscan.enable(model, save_dir=tmp_path)
     optimizer = sgd(model)
     if late:
         monkeypatch.setattr(Snapshot, "ready", lambda self: False)
@@ -371,7 +370,7 @@ def test_inputs_are_let_go_when_their_step_is_judged(late, tmp_path, monkeypatch
 
 def test_inputs_of_validation_are_let_go_with_its_judgement(tmp_path):
     model = Net()
-    nanscan.enable(model, save=tmp_path)
+    nanscan.enable(model, save_dir=tmp_path)
     train(model, sgd(model), [batch()])
     x = batch()
     alive = weakref.ref(x)
@@ -396,7 +395,7 @@ def test_the_model_that_went_bad_is_the_one_that_is_saved(scope, tmp_path):
     both = nn.ModuleDict({"a": Net(), "b": Net()})
     if scope == "global":
         both = {"a": Net(), "b": Net()}
-    enable(scope, both, action="log", save=tmp_path, skip_step=True)
+    enable(scope, both, action="log", save_dir=tmp_path, skip_step=True)
     parameters = [p for key in "ab" for p in both[key].parameters()]
     optimizer = torch.optim.SGD(parameters, 0.1)
     x, y = batch(1), batch(2)
@@ -413,7 +412,7 @@ def test_a_recomputation_is_not_taken_for_a_call(scope, tmp_path):
     inner = Net()
     model = Do(lambda x: checkpoint(inner, x.tanh(), use_reentrant=False) * 1)
     model.inner = inner
-    enable(scope, model, action="log", save=tmp_path)
+    enable(scope, model, action="log", save_dir=tmp_path)
     optimizer = sgd(model)
     model(batch()).sum().backward()
     inner.fc1.bias.grad[0] = NAN
@@ -423,7 +422,7 @@ def test_a_recomputation_is_not_taken_for_a_call(scope, tmp_path):
 
 def test_validation_does_not_replace_the_call_that_trains(tmp_path):
     model = Net()
-    enable("model", model, action="log", save=tmp_path)
+    enable("model", model, action="log", save_dir=tmp_path)
     optimizer = sgd(model)
     train(model, optimizer, [batch(0)])
     infer(model, batch(1))
@@ -433,7 +432,7 @@ def test_validation_does_not_replace_the_call_that_trains(tmp_path):
 
 def test_three_steps_of_a_run_are_saved(tmp_path):
     model = Net()
-    monitor = nanscan.enable(model, action="log", save=tmp_path, skip_step=True)
+    monitor = nanscan.enable(model, action="log", save_dir=tmp_path, skip_step=True)
     optimizer = sgd(model)
     for i in range(5):
         train(model, optimizer, [set_nan(batch(i)), set_nan(batch(i)), batch(i)])
@@ -442,12 +441,12 @@ def test_three_steps_of_a_run_are_saved(tmp_path):
         f"step-{step}-rank-0" for step in (0, 3, 6)
     ]
     model(batch())
-    assert monitor._saver.calls == ()  # nothing is kept that would never be written
+    assert monitor._inputs.calls == ()  # nothing is kept that would never be written
 
 
 def test_what_an_earlier_run_saved_stays(tmp_path):
     for x in (set_nan(batch(0)), set_nan(batch(1))):
-        with nanscan.watch(Net(), action="log", save=str(tmp_path)) as monitor, torch.no_grad():
+        with nanscan.watch(Net(), action="log", save_dir=str(tmp_path)) as monitor, torch.no_grad():
             monitor._model()(x)
     names = ["step-0-rank-0", "step-0-rank-0-2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -457,7 +456,7 @@ def test_what_an_earlier_run_saved_stays(tmp_path):
 
 def test_a_scale_search_is_not_saved(tmp_path):
     learner = Learner("SGD", {})
-    monitor = nanscan.enable(learner.model, action="log", save=tmp_path, skip_step=True)
+    monitor = nanscan.enable(learner.model, action="log", save_dir=tmp_path, skip_step=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
     learner.set_gradients(0, INF)
@@ -473,7 +472,7 @@ def warnings_logged(caplog):
 def test_a_folder_that_cannot_be_written_is_logged_once(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     model = Net()
-    monitor = nanscan.enable(model, action="log", save=tmp_path / "file", skip_step=True)
+    monitor = nanscan.enable(model, action="log", save_dir=tmp_path / "file", skip_step=True)
     optimizer = sgd(model)
     for i in range(3):
         train(model, optimizer, [set_nan(batch(i)), batch(i)])
@@ -495,12 +494,12 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        monitor = nanscan.enable(model, action="log", save=sys.argv[1], skip_step=True)
+        monitor = nanscan.enable(model, action="log", save_dir=sys.argv[1], skip_step=True)
         for i in range(6):
             optimizer.zero_grad()
             (model(torch.randn(4, 200)).sum() * (float("nan") if i % 2 else 1)).backward()
             optimizer.step()
-        assert monitor._step == 6
+        assert monitor.steps == 6
         assert all(torch.isfinite(p).all() for p in model.parameters())
         print("done")
     """
@@ -522,7 +521,7 @@ def test_an_interrupt_while_writing_leaves_nothing_half_written(tmp_path, monkey
 
     monkeypatch.setattr(torch, "save", interrupted)
     model = Net()
-    nanscan.enable(model, action="log", save=tmp_path)
+    nanscan.enable(model, action="log", save_dir=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         infer(model, set_nan(batch()))
     assert not list(tmp_path.iterdir())
@@ -534,7 +533,7 @@ def test_containers_that_cannot_be_read_break_nothing(tmp_path, caplog):
             raise RuntimeError("no")
 
     model = Do(lambda x, extra: x * NAN)
-    with nanscan.watch(model, action="log", save=tmp_path, kinds="output"), torch.no_grad():
+    with nanscan.watch(model, action="log", save_dir=tmp_path, kinds="output"), torch.no_grad():
         for _ in range(2):
             model(batch(), Broken(a=1))
     saved = only_saved(tmp_path)
@@ -549,7 +548,7 @@ def test_containers_that_cannot_be_read_break_nothing(tmp_path, caplog):
 
 def test_calls_in_threads_are_each_thread_s_own(tmp_path):
     models = [Net() for _ in range(4)]
-    nanscan.enable(action="log", save=tmp_path)
+    nanscan.enable(action="log", save_dir=tmp_path)
     go = threading.Barrier(4)
 
     def work(i):
@@ -572,7 +571,7 @@ def test_calls_in_threads_are_each_thread_s_own(tmp_path):
 def test_a_model_that_is_watched_and_saved_can_go(tmp_path):
     model = Net()
     alive = weakref.ref(model)
-    nanscan.enable(model, save=tmp_path, skip_step=True)
+    nanscan.enable(model, save_dir=tmp_path, skip_step=True)
     train(model, sgd(model), [batch()])
     del model
     gc.collect()
@@ -580,8 +579,8 @@ def test_a_model_that_is_watched_and_saved_can_go(tmp_path):
 
 
 def test_bad_arguments_are_told():
-    with pytest.raises(TypeError, match="save must be the path"):
-        nanscan.enable(Net(), save=True)
+    with pytest.raises(TypeError, match="save_dir must be the path"):
+        nanscan.enable(Net(), save_dir=True)
 
 
 def test_there_must_be_something_to_load(tmp_path):

@@ -90,7 +90,7 @@ def test_the_sum_between_the_two_convolutions_is_named(patches, scope, num_threa
     first, *others = [f for f in monitor.findings if f.verdict != "near-limit"]
     assert (str(first.site), first.verdict) == ("blocks.3.down input[0]", "origin")
     assert first.step > 100
-    assert first.how == "made by code of no module, in the forward of blocks.3"
+    assert first.how == "made by code outside of any module, in the forward of blocks.3"
     assert first.between == (
         Site("blocks.3.conv3", "output"),
         Site("blocks.3.down", "input", "[0]"),

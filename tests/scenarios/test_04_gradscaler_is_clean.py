@@ -52,7 +52,7 @@ def test_autocast_with_a_scaler(photographs, scope, unscale, num_threads):
     assert (first.step, first.site.kind) == (0, "grad")
     assert first.how == "the GradScaler skipped the step and lowered its scale of 65536"
     assert monitor.healthy
-    assert monitor._step == 24
+    assert monitor.steps == 24
 
 
 @SCOPES

@@ -60,7 +60,7 @@ def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
     assert "bfloat16" in cause.remedy
     assert first.unlikely[0].startswith("bad input batch: every input of the step is finite")
     assert [c.title for c in near[0].causes] == ["values grow towards the largest float16"]
-    assert second.causes == []
+    assert second.causes == ()
 
 
 def test_op_by_op():

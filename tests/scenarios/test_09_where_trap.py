@@ -45,7 +45,7 @@ def test_backward_makes_it(scope):
     assert [str(site) for site in first.between] == ["above.bias grad", "below.weight grad"]
     assert [f.verdict for f in monitor.findings[1:]] == ["propagated"] * (len(monitor.findings) - 1)
     cause = first.causes[0]
-    assert cause.title == "backward made it: a derivative is undefined or overflowed there"
+    assert cause.title == "a derivative is not finite: it is undefined there, or too large"
     assert "below" in cause.evidence
     assert "torch.where(x > 0, x, 1)" in cause.remedy
 

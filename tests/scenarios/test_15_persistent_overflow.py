@@ -38,7 +38,7 @@ def _train(scope, action="log", **options):
 @SCOPES
 def test_skipped_steps_in_a_row_are_a_fault(scope, num_threads):
     num_threads(1)
-    monitor, scales = _train(scope, max_skips=8)
+    monitor, scales = _train(scope, max_skipped_steps=8)
     search, fault, *later = monitor.findings
     assert (search.step, search.verdict) == (QUIET, "scale-search")
     assert (fault.step, fault.verdict) == (QUIET + 7, "persistent-overflow")
@@ -48,7 +48,7 @@ def test_skipped_steps_in_a_row_are_a_fault(scope, num_threads):
     )
     assert {site.name for site in fault.affected} == {"2.bias", "0.weight", "0.bias"}
     assert fault.stats.nonfinite_count > 0
-    assert search.causes == []
+    assert search.causes == ()
     assert [cause.title for cause in fault.causes] == ["the loss scale has grown far too large"]
     assert fault.causes[0].evidence.startswith(
         f"it was {scales[QUIET]:g} in the first of 8 skipped steps and is {scales[QUIET + 7]:g} now"
@@ -70,5 +70,5 @@ def test_it_is_said_by_default_too(scope, num_threads):
 @SCOPES
 def test_it_can_be_raised(scope):
     with pytest.raises(nanscan.NonFiniteError, match="skipped 8 steps in a row") as caught:
-        _train(scope, action="raise", max_skips=8)
+        _train(scope, action="raise", max_skipped_steps=8)
     assert caught.value.finding.verdict == "persistent-overflow"

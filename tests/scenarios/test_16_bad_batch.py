@@ -41,5 +41,5 @@ def test_the_input_of_the_model_is_named(scope, criterion_is_watched):
     assert first.history["nan"].tolist() == [0] * 15 + [1]
     assert [cause.title for cause in first.causes] == ["the batch was bad before the model saw it"]
     assert "1 non-finite of 24 elements" in first.causes[0].evidence
-    assert all(f.causes == [] and f.unlikely == [] for f in monitor.findings[1:])
-    assert first.unlikely == []
+    assert all(f.causes == () and f.unlikely == () for f in monitor.findings[1:])
+    assert first.unlikely == ()

@@ -57,7 +57,7 @@ def test_nothing_is_found(scope, fill):
             )
     assert monitor.findings == []
     assert monitor.healthy
-    sites = set(monitor.coverage()["sites"])
+    sites = set(monitor.coverage().sites)
     assert {"Decoder input[1]", "Decoder input.extra"} <= sites
     assert {"Decoder input.bias", "attend input.attn_mask"} & sites
     assert "Decoder input[0]" not in sites  # integers
@@ -78,4 +78,4 @@ def test_masked_inference_is_clean(scope):
         )
     assert out.isfinite().all()
     assert monitor.findings == []
-    assert monitor._step == 1
+    assert monitor.steps == 1

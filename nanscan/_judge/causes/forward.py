@@ -9,12 +9,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _Loss
 
+from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import rounds_to_zero
 from nanscan._data.finding import Seen
 from nanscan._data.result import ScanResult
 from nanscan._data.site import Kind, Site
-from nanscan._data.text import dtype_name, number
+from nanscan._data.text import dtype_name, number, share
 from nanscan._judge.evidence import Evidence, is_mask
 from nanscan._judge.rule import rule
 
@@ -57,7 +58,7 @@ def overflow(e: Evidence) -> Cause | None:
     return Cause(
         f"overflow of {dtype}: values grew beyond {limit:g}",
         f"{stats.inf_count:,} Inf beside {beside} {number(reached)} "
-        f"({reached / limit:.0%} of the largest {dtype}){grew}",
+        f"({share(reached, limit)} of the largest {dtype}){grew}",
         _more_range(stats.dtype),
     )
 
@@ -171,12 +172,12 @@ def zero_variance(e: Evidence) -> Cause | None:
     whole = bool(size) and stats.nonfinite_count % size == 0
     many = f"; that is {stats.nonfinite_count // size} of {channels} channels" if whole else ""
     kind = type(module).__name__
-    return Cause(
-        f"zero variance: {kind} divides by the square root of 0, as its eps={eps:g} is 0 in "
-        f"{dtype_name(dtype)}",
+    return causes.zero_variance(
         f"{stats.nonfinite_count:,} of {stats.numel:,} values are bad{many}; what it was given is "
         "finite",
-        f"{kind}(..., eps=1e-5)",
+        kind,
+        eps,
+        dtype_name(dtype),
     )
 
 
@@ -218,15 +219,17 @@ def fully_masked_rows(e: Evidence) -> Cause | None:
     count = stats.nan_count // row if row else 0
     rows = f": {count:,} whole row{'s' * (count > 1)} of {row:,}" if row else ""
     held = "; ".join(f"{site} holds {count:,} -Inf" for site, count in masks.items())
-    return Cause(
-        "a fully masked row: softmax over nothing but -Inf is 0/0"
-        if row
-        else "NaN out of -Inf: a fully masked softmax row, or 0 * -Inf",
+    evidence = (
         f"{stats.nan_count:,} NaN and no +Inf{rows}; {held or 'no float mask was given'}; "
-        "all else that went in is finite",
-        "leave every row one key, mask[mask.all(-1)] = False, or use "
-        "F.scaled_dot_product_attention, which returns 0 for such a row",
+        "all else that went in is finite"
     )
+    if row:
+        is_attention = isinstance(module, nn.MultiheadAttention)
+        return causes.masked_rows(
+            evidence, count, "an attention" if is_attention else "the softmax"
+        )
+    title = "NaN out of -Inf: a fully masked row of a softmax, or 0 * -Inf"
+    return Cause(title, evidence, causes.UNMASK)
 
 
 def _softmax_row(module: nn.Module | None, stats: ScanResult) -> int:
@@ -264,12 +267,7 @@ def mean_over_nothing(e: Evidence) -> Cause | None:
         )
     else:
         return None
-    return Cause(
-        f"{kind} is a mean over nothing, 0/0",
-        f"{kind}(reduction='mean'): {was_given}",
-        "skip such a batch: if (labels != ignore_index).any(); or divide yourself: "
-        "reduction='sum', loss / count.clamp(min=1)",
-    )
+    return causes.empty_mean(f"{kind}(reduction='mean'): {was_given}", of_labels=given.numel > 0)
 
 
 @rule()

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.text import dtype_name, number, rounded
 from nanscan._judge.evidence import Evidence
@@ -89,13 +90,9 @@ def undefined_derivative(e: Evidence) -> Cause | None:
     where = f"in the backward that made {finding.site}"
     if finding.between:
         where = f"between {finding.between[0]}, which is finite, and {finding.between[1]}"
-    return Cause(
-        "backward made it: a derivative is undefined or overflowed there",
+    return causes.undefined_derivative(
         f"all {scanned} tensors scanned in the forward of this step were finite, absmax "
-        f"{number(top)}; it went bad {where}",
-        "look there for sqrt, log, norm or division at 0, and for torch.where, which does not stop "
-        "0 * inf = NaN in backward: make the argument safe first, "
-        "torch.sqrt(torch.where(x > 0, x, 1))",
+        f"{number(top)}; it went bad {where}"
     )
 
 

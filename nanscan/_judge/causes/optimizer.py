@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import rounds_to_zero, smallest
 from nanscan._data.site import Kind
-from nanscan._data.text import dtype_name, number, rounded
+from nanscan._data.text import dtype_name, number, rounded, share
 from nanscan._judge.evidence import Evidence
 from nanscan._judge.rule import rule
 
@@ -21,7 +22,7 @@ def uninitialised_parameter(e: Evidence) -> Cause | None:
         return None
     stats = e.stats
     evidence = (
-        f"it reaches {stats.absmax:.3g}, {(stats.absmax or 0) / torch.finfo(stats.dtype).max:.0%} "
+        f"it reaches {stats.absmax:.3g}, {share(stats.absmax or 0, torch.finfo(stats.dtype).max)} "
         f"of the largest {dtype_name(stats.dtype)}, before the first forward"
         if stats.is_finite
         else f"{stats.nonfinite_count:,} of {stats.numel:,} elements were non-finite before the "
@@ -74,12 +75,12 @@ def second_moment_overflow(e: Evidence) -> Cause | None:
     if square < limit / 4:
         return None
     share = f"(1 - {betas[1]:g}) * {number(top)}^2 = " if betas[1] else f"{number(top)}^2 = "
-    return Cause(
-        f"{optimizer.name}'s {bad[0]} overflows {dtype}: the gradient's square does not fit",
+    return causes.second_moment_overflow(
         f"{bad[0]} has {moment.inf_count:,} Inf; the gradient is finite with absmax {number(top)}, "
         f"and {share}{number(square)} > {limit:g}. Where it is Inf, updates are 0 from now on",
-        "keep parameters in float32 and use torch.autocast; or scale the loss down, or "
-        "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)",
+        dtype,
+        optimizer.name,
+        bad[0],
     )
 
 

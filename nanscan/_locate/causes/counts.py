@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.text import plural
 from nanscan._locate.causes.evidence import OpEvidence, rule
@@ -47,10 +48,8 @@ def mean_of_nothing(evidence: OpEvidence) -> Cause | None:
     given = call.tensors.get("self")
     if given is None or numel(given) or call.number("reduction") not in (None, _MEAN):
         return None
-    return Cause(
-        "mean over nothing: 0 / 0",
-        f"{call.function} of {named(given)} of shape {list(given.shape)}, which has no element",
-        "skip it: x.mean() if x.numel() else x.sum()",
+    return causes.empty_mean(
+        f"{call.function} of {named(given)} of shape {list(given.shape)}, which has no element"
     )
 
 
@@ -68,10 +67,8 @@ def all_labels_ignored(evidence: OpEvidence) -> Cause | None:
     why = f"each is {call.settings.get('ignore_index')}, the ignore_index"
     if weights is not None:
         why += f", or of a class whose weight is 0 (weights are {weights.min:g} to {weights.max:g})"
-    return Cause(
-        "every label of the batch is ignored: the mean loss is 0 / 0",
-        f"the {labels:,} labels have a total weight of 0: {why}",
-        "F.cross_entropy(x, y, reduction='sum') / (y != ignore_index).sum().clamp(min=1)",
+    return causes.empty_mean(
+        f"the {labels:,} labels have a total weight of 0: {why}", of_labels=True
     )
 
 
@@ -155,8 +152,4 @@ def zero_variance(evidence: OpEvidence) -> Cause | None:
             f"{infinite:,} of {groups:,} groups of {math.prod(given.shape) // groups} values have "
             f"a variance for which 1 / sqrt(variance + {eps:g}) is Inf"
         )
-    return Cause(
-        f"{call.function.removeprefix('native_')} divides by a variance of 0 with eps {eps:g}",
-        numbers,
-        "eps=1e-5; in 16 bits 1e-3; and find what makes all of its input the same",
-    )
+    return causes.zero_variance(numbers, call.function.removeprefix("native_"), eps)

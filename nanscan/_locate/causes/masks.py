@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.location import Operand
 from nanscan._data.text import plural
@@ -12,11 +13,6 @@ from nanscan._locate.causes.singularities import zeros
 from nanscan._locate.causes.wording import named
 
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
-
-UNMASK = (
-    "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of -inf; or let padded "
-    "rows see one key and drop them later; F.scaled_dot_product_attention returns 0 for such rows"
-)
 
 
 @rule(functions=(*SOFTMAX, "logsumexp"), of_forward=True)
@@ -38,11 +34,10 @@ def fully_masked_rows(evidence: OpEvidence) -> Cause | None:
         rows, rest = divmod(made.nan_count, size)
     if not rows or rest or given.stats.neginf_count < rows * size:
         return None
-    return Cause(
-        f"{plural(rows, 'row')} of the softmax {'is' if rows == 1 else 'are'} fully masked",
+    return causes.masked_rows(
         f"{named(given)} holds {given.stats.neginf_count:,} -Inf; the bad values are "
         f"{plural(rows, 'whole row')} of {size} along dim {dim}",
-        UNMASK,
+        rows,
     )
 
 
@@ -56,12 +51,11 @@ def masked_row_by_hand(evidence: OpEvidence) -> Cause | None:
     rows, per_row = most.neginf_count, scores.numel // most.numel if most.numel else 0
     if not rows or per_row <= 1 or made.stats.nan_count != rows * per_row:
         return None
-    return Cause(
-        f"{plural(rows, 'row')} of a hand-written softmax {'is' if rows == 1 else 'are'} fully "
-        "masked: -Inf - (-Inf)",
+    return causes.masked_rows(
         f"{named(call.tensors['other'])}, the maximum of each row, holds {rows:,} -Inf; the "
-        f"{made.stats.nan_count:,} NaN are {plural(rows, 'whole row')} of {per_row}",
-        UNMASK,
+        f"{made.stats.nan_count:,} NaN (-Inf - -Inf) are {plural(rows, 'whole row')} of {per_row}",
+        rows,
+        "a hand-written softmax",
     )
 
 
@@ -79,11 +73,11 @@ def masked_query(evidence: OpEvidence) -> Cause | None:
     rows, rest = divmod(made.stats.nan_count, width)
     if rest or mask.stats.neginf_count < keys:
         return None
-    return Cause(
-        f"{plural(rows, 'query row')} of an attention {'is' if rows == 1 else 'are'} fully masked",
+    return causes.masked_rows(
         f"{named(mask)} holds {mask.stats.neginf_count:,} -Inf, {keys} mask a row; the result has "
         f"{plural(rows, 'whole row')} of {width} NaN",
-        UNMASK,
+        rows,
+        "an attention",
     )
 
 

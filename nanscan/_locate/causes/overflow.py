@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import smallest
 from nanscan._data.location import Operand
@@ -70,12 +71,10 @@ def second_moment_overflow(evidence: OpEvidence) -> Cause | None:
     added = (1.0 if share is None else share) * largest**2
     if added + (call.absmax("self") or 0.0 if call.function == "addcmul" else 0.0) < most:
         return None
-    return Cause(
-        f"the optimizer's second moment overflows {dtype}: gradients are squared",
+    return causes.second_moment_overflow(
         f"{named(grad)} reaches {largest:.6g}; {largest:.6g}^2 * {share or 1.0:g} = {added:.3g}, "
         f"and {dtype} ends at {most:.6g}",
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before the step; float32 "
-        "parameters under torch.autocast",
+        dtype,
     )
 
 

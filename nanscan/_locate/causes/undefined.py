@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+from nanscan._data import causes
 from nanscan._data.cause import Cause
+from nanscan._data.causes import UNMASK
 from nanscan._data.location import Location, Operand
 from nanscan._data.text import dtype_name
 from nanscan._locate.causes.evidence import OpEvidence, rule
-from nanscan._locate.causes.masks import UNMASK
 from nanscan._locate.causes.op_call import OpCall, node_function
 from nanscan._locate.causes.singularities import (
     Domain,
@@ -45,12 +46,8 @@ def undefined_derivative(evidence: OpEvidence) -> Cause | None:
             f"{_zero_gradients(location)}",
             _where_remedy(found, location),
         )
-    return Cause(
-        f"the derivative of {function} is not finite"
-        + (f" at {' and '.join(outside.kinds)}" if outside else ""),
-        "; ".join(numbers),
-        found.remedy,
-    )
+    at = " and ".join(outside.kinds) if outside else ""
+    return causes.undefined_derivative("; ".join(numbers), function, at, found.remedy)
 
 
 def _argument(call: OpCall | None, found: Domain) -> Operand | float | None:

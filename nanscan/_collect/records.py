@@ -1,0 +1,239 @@
+"""RecordQueue: rows on their way to the host, and the records that come of them, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch.optim.optimizer import Optimizer
+
+from nanscan._collect.inputs import KeptInputs
+from nanscan._collect.names import Registry
+from nanscan._collect.optimizers import Optimizers
+from nanscan._collect.schedule import Turn
+from nanscan._collect.snapshot import (
+    ModelView,
+    OptimizerFacts,
+    Outcome,
+    Snapshot,
+    StepRecord,
+    Sweep,
+)
+from nanscan._collect.steps import StepTracker
+from nanscan._collect.table import Table
+from nanscan._data.places import ParameterPlace
+from nanscan._data.site import Kind
+
+_MAX_EXPLAINED = 8  # parameters of one step whose moments are scanned
+
+
+class Consumer(Protocol):
+    """Who gets what is collected: the monitor."""
+
+    def on_record(self, record: StepRecord) -> None:
+        """All that is known of a step, or of a part of one. Records come in order."""
+
+    def on_step_end(self, step: int, *, before_forward: bool) -> None:
+        """A step ended and its records, as far as they arrived, were delivered.
+
+        Args:
+            step: number of the step that comes.
+            before_forward: it ended because an outermost module is about to run.
+        """
+
+    def on_forward_start(self, step: int) -> None:
+        """An outermost module is about to run in this step."""
+
+
+@dataclass
+class _Pending:
+    """Rows that are on their way to the host, and what goes with them into the record."""
+
+    rows: Snapshot | Sweep
+    step: int
+    is_whole: bool = False
+    outcome: Outcome | None = None
+    context: dict[str, Any] = field(default_factory=dict)
+
+
+class RecordQueue:
+    """Takes snapshots, waits for their rows without blocking, and delivers records.
+
+    Args:
+        registry: the modules.
+        table: the rows.
+        optimizers: explain parameters that went bad.
+        tracker: which step it is.
+        inputs: what went into outermost modules; None: it is not kept.
+        consumer: gets the records.
+
+    Attributes:
+        lock: held while records are made and delivered.
+        is_ahead: what is delivered now is judged before its step ends.
+        has_ahead: such a record had something notable, and no other came since.
+    """
+
+    def __init__(  # noqa: PLR0913 - its parts, in one place
+        self,
+        registry: Registry,
+        table: Table,
+        optimizers: Optimizers,
+        tracker: StepTracker,
+        *,
+        inputs: KeptInputs | None,
+        consumer: Consumer,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.is_ahead = self.has_ahead = False
+        self._registry = registry
+        self._table = table
+        self._optimizers = optimizers
+        self._tracker = tracker
+        self._inputs = inputs
+        self._consumer = consumer
+        self._pending: deque[_Pending] = deque()  # oldest first; they arrive in order
+        self._delivered_ticket = 0
+        self._bad_rows: set[int] = set()  # on the host, in the last snapshot
+        # By id(optimizer): steps in a row that were skipped, and the scale in the first of them.
+        self._skips: dict[int, tuple[int, float]] = {}
+
+    def clear(self) -> None:
+        """Forgets what is on its way."""
+        self._pending.clear()
+
+    @property
+    def may_be_bad(self) -> bool:
+        """Whether a row went bad since the last record, as far as the host can know."""
+        return self._table.on_device or self.has_bad_rows
+
+    @property
+    def has_bad_rows(self) -> bool:
+        """Whether a row on the host did."""
+        return self._table.last_ticket != self._delivered_ticket
+
+    def add_sweep(self, sweep: Sweep, **context: Any) -> None:
+        """Adds scans of parameters that were made outside of the table.
+
+        Args:
+            sweep: the scans.
+            **context: fields of the record.
+        """
+        self._send(_Pending(sweep, self._tracker.step, context=context))
+
+    def end_step(
+        self, turn: Turn, optimizer: Optimizer | None = None, outcome: Outcome | None = None
+    ) -> bool:
+        """Takes all rows of a step that ends; they begin anew.
+
+        Args:
+            turn: what the step scanned.
+            optimizer: whose step ended it; None: nobody's.
+            outcome: of the optimizer's step.
+
+        Returns:
+            False while a CUDA graph is being recorded: its replays are the steps.
+        """
+        if not self._table.has_news:
+            return True
+        snapshot = self._table.take(self._tracker.step, keep=True)
+        if snapshot is None:
+            return False
+        facts = self._explain(optimizer, snapshot)
+        context = {**self._context(turn), "optimizers": facts}
+        self._send(_Pending(snapshot, self._tracker.step, True, outcome, context))
+        return True
+
+    def _explain(
+        self, optimizer: Optimizer | None, snapshot: Snapshot
+    ) -> dict[ParameterPlace, OptimizerFacts]:
+        """What explains parameters that went bad in this step: an optimizer's moments of them."""
+        if snapshot.arrival is not None:
+            return {} if optimizer is None else self._optimizers.with_moments_of_suspects(optimizer)
+        new = self._newly_bad(snapshot)
+        if optimizer is None or not new:
+            return {}
+        nodes = [self._table.nodes[row] for row in new[:_MAX_EXPLAINED]]
+        places = {node.place for node in nodes if node.kind in (Kind.PARAM, Kind.STATE)}
+        wanted = {place for place in places if isinstance(place, ParameterPlace)}
+        return self._optimizers.with_moments(optimizer, wanted)
+
+    def _newly_bad(self, snapshot: Snapshot) -> list[int]:
+        """Rows on the host that are bad and were not in the snapshot before, as they went bad."""
+        bad = {row for row in snapshot.notable if snapshot.rows[row]["ticket"]}
+        before, self._bad_rows = self._bad_rows, bad
+        return sorted(bad - before, key=lambda row: int(snapshot.rows[row]["ticket"]))
+
+    def look(self, turn: Turn, *, reset: bool = False) -> None:
+        """Takes what a step has scanned so far; unless `reset`, it goes on in one piece."""
+        with self.lock:
+            if self._table.has_news:
+                snapshot = self._table.take(self._tracker.step, keep=False, reset=reset)
+                if snapshot is not None:
+                    self._newly_bad(snapshot)
+                    context = self._context(turn)
+                    self._send(_Pending(snapshot, self._tracker.step, reset, None, context))
+            if reset and self._inputs is not None:
+                self._inputs.forget()
+            self.deliver()
+
+    def look_ahead(self, turn: Turn) -> None:
+        """The same amid a step, while inputs and parameters still are what they were in it."""
+        with self.lock:
+            self.is_ahead = True
+            try:
+                self.look(turn)
+            finally:
+                self.is_ahead = False
+
+    def _context(self, turn: Turn) -> dict[str, Any]:
+        return {"turn": turn, "continues": self._tracker.continues}
+
+    def _send(self, pending: _Pending) -> None:
+        pending.context["calls"] = () if self._inputs is None else self._inputs.calls
+        self._pending.append(pending)
+
+    def deliver(self, *, wait: bool = False) -> None:
+        """Hands over the records whose rows have arrived on the host.
+
+        Args:
+            wait: for all that is on its way.
+        """
+        with self.lock:
+            while self._pending and (wait or self._pending[0].rows.ready()):
+                record = self._complete(self._pending.popleft())
+                if record.is_whole and record.turn.is_full:
+                    record.history.full_order = record.order.copy()
+                self._delivered_ticket = self._table.last_ticket
+                self.has_ahead = record.is_ahead and (self.has_ahead or bool(record.notable))
+                self._consumer.on_record(record)
+
+    def _complete(self, pending: _Pending) -> StepRecord:
+        rows = self._table.complete(pending.step, pending.rows)
+        return StepRecord(
+            pending.step,
+            rows.rows,
+            rows.order,
+            tuple(rows.notable),
+            rows.describe,
+            self._table.nodes,
+            self._table.history,
+            ModelView(self._registry.modules, self._optimizers.facts),
+            is_whole=pending.is_whole,
+            is_ahead=self.is_ahead,
+            **pending.context,
+            **self._count_skips(pending.outcome),
+        )
+
+    def _count_skips(self, outcome: Outcome | None) -> dict[str, Any]:
+        """Synchronization: none; what a device knows of an arrived step has long been computed."""
+        if outcome is None:
+            return {}
+        if not bool(outcome.skipped):
+            self._skips.pop(outcome.optimizer, None)
+            return {}
+        scale = float(outcome.scale)
+        count, first = self._skips.get(outcome.optimizer, (0, scale))
+        self._skips[outcome.optimizer] = count + 1, first
+        return {"skips": count + 1, "scale": scale, "first_scale": first}
