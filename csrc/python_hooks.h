@@ -1,5 +1,5 @@
-// Calls from C++ to nanscan._collect.hooks.Hooks, the Python object that handles whatever is new:
-// an unknown module, a first argument, a nested structure. C++ calls it `python_hooks`.
+// Calls from C++ to nanscan._collect.modules.ModuleCalls, the Python object that handles whatever
+// is new: an unknown module, a first argument, a nested structure. C++ calls it `python_hooks`.
 #pragma once
 
 #include <Python.h>
