@@ -228,6 +228,16 @@ class Monitor:
 
     # -- what the collector delivers -------------------------------------------------------------
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a record matters in which no row is notable."""
+        return bool(self._ahead or self._to_report) or self._judge.is_waiting
+
+    def on_clean_step(self, step: int) -> None:
+        """Nothing was notable, and nothing is remembered that could be over."""
+        for sink in self._sinks:
+            sink.on_step(step)
+
     def on_record(self, record: StepRecord) -> None:
         """Judges a record and, unless it is judged ahead, hands what is new to the sinks."""
         new = self._judge.judge(record)
