@@ -248,7 +248,7 @@ class Monitor:
         self._add_affected(faults)
         self._ahead += new
         if not record.is_ahead:
-            self._release(record.step)
+            self._release(record)
 
     def on_step_end(self, step: int, *, before_forward: bool) -> None:
         """A step ended: a search may begin or end."""
@@ -279,7 +279,7 @@ class Monitor:
                 self._ahead[position] = dataclasses.replace(finding, affected=affected)
                 return
 
-    def _release(self, step: int) -> None:
+    def _release(self, record: StepRecord) -> None:
         """Keeps findings, and reports the first fault of an episode and what is no fault."""
         new, self._ahead = self._ahead, []
         first = next((finding for finding in new if finding.is_fault), None)
@@ -294,8 +294,8 @@ class Monitor:
             finding = self._to_report.popleft()
             for sink in self._sinks:
                 sink.on_finding(finding)
-        for sink in self._sinks:
-            sink.on_step(step)
+        for sink in self._sinks if record.is_whole else ():
+            sink.on_step(record.step)
 
     def _on_location(self, finding: Finding, location: Location) -> None:
         """A later step showed the op. Or that nothing can be seen there any more."""

@@ -41,7 +41,7 @@ class Consumer(Protocol):
         """All that is known of a step, or of a part of one. Records come in order."""
 
     def on_clean_step(self, step: int) -> None:
-        """A step, or a part of one, had no notable row; it has no record."""
+        """A step had no notable row; it has no record."""
 
     def on_step_end(self, step: int, *, before_forward: bool) -> None:
         """A step ended and its records, as far as they arrived, were delivered.
@@ -223,7 +223,7 @@ class RecordQueue:
         self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
         if rows.notable or skips or self._consumer.has_news:
             self._consumer.on_record(self._record(pending, rows, skips))
-        elif not self.is_ahead:  # nearly every step; a record would cost more than the rest
+        elif pending.is_whole:  # nearly every step; a record would cost more than the rest
             self._consumer.on_clean_step(pending.step)
 
     def _record(self, pending: _Pending, rows: Snapshot, skips: dict[str, Any]) -> StepRecord:

@@ -29,7 +29,7 @@ class Sink:
         """A later step showed the op behind a finding: under `enable(locate=True)`."""
 
     def on_step(self, step: int) -> None:
-        """A step, or a part of one, was judged; its findings have been handed over."""
+        """A step was judged; its findings have been handed over. Validation comes by itself."""
 
     def flush(self) -> None:
         """Whatever is held back is to be written now."""
