@@ -1,8 +1,8 @@
 // The module nanscan._C: checks Python arguments, calls C++, and turns failures into exceptions.
 //
 // Functions that every hook calls are raw METH_FASTCALL functions; pybind11 makes all others. The
-// `self` of a raw function is a capsule of the C++ object, so that a call needs no attribute look-up,
-// no argument tuple and no type cast.
+// `self` of a raw function is a capsule of the C++ object, so that a call needs no attribute
+// look-up, no argument tuple and no type cast.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

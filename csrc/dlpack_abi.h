@@ -1,6 +1,6 @@
 // The part of the DLPack C ABI that nanscan uses, declared from the DLPack 1.x specification
-// (dmlc/dlpack, include/dlpack/dlpack.h). From 2.10 on, torch publishes a table of these functions as
-// torch.Tensor.__dlpack_c_exchange_api__, so no torch header is needed.
+// (dmlc/dlpack, include/dlpack/dlpack.h). From 2.10 on, torch publishes a table of these functions
+// as torch.Tensor.__dlpack_c_exchange_api__, so no torch header is needed.
 #pragma once
 
 #include <cstddef>

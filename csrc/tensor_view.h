@@ -1,5 +1,5 @@
-// A view of a torch.Tensor: pointer, dtype, shape and strides. No data is copied, and nothing is kept
-// alive.
+// A view of a torch.Tensor: pointer, dtype, shape and strides. No data is copied, and nothing is
+// kept alive.
 #pragma once
 
 #include <Python.h>
@@ -59,7 +59,8 @@ struct TensorView {
 };
 
 // How a scan walks over memory: one run of `run` elements, `run_stride` apart, for each index into
-// the dimensions `outer`. Each stored element stands for `repeat` logical ones (stride-0 dimensions).
+// the dimensions `outer`. Each stored element stands for `repeat` logical ones (stride-0
+// dimensions).
 struct MemoryLayout {
   Dims outer;              // slowest first
   int64_t run = 1;         // elements of the innermost dimension
@@ -82,8 +83,9 @@ struct IndexPlan {
 // is set, because this torch does not fit.
 bool initialize_torch(PyObject* tensor_type, PyObject* parameter_type, PyObject* exchange_capsule);
 
-// When to ask torch for a tensor's negative or conjugate bit. torch's public functions set a negative
-// bit only on the imaginary part of a conjugate, whose strides are even. kByStrides relies on that.
+// When to ask torch for a tensor's negative or conjugate bit. torch's public functions set a
+// negative bit only on the imaginary part of a conjugate, whose strides are even. kByStrides relies
+// on that.
 enum class LazyBits { kAlwaysAsk, kByStrides };
 
 // Whether an object is exactly a torch.Tensor or Parameter.

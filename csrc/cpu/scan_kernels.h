@@ -1,9 +1,9 @@
 // The CPU scan over flat memory, in two levels. Level 1 takes the min and max of a chunk's integer
 // keys, which show any NaN or Inf. Only then level 2 scans the chunk again and counts.
 //
-// Compiled once for each instruction set. All is in an unnamed namespace, and no standard header with
-// inline functions is included: so the linker cannot pick an AVX-512 copy of a shared function for an
-// older machine.
+// Compiled once for each instruction set. All is in an unnamed namespace, and no standard header
+// with inline functions is included: so the linker cannot pick an AVX-512 copy of a shared function
+// for an older machine.
 #pragma once
 
 #include "block_scan.h"
@@ -105,7 +105,8 @@ struct Kernel {
     return any((high > Format::kMaxFinite) | (low < Format::kMinFinite));
   }
 
-  // Level 1. n is a multiple of kStep. If there is a NaN or Inf, returns false and leaves e as it is.
+  // Level 1. n is a multiple of kStep. If there is a NaN or Inf, returns false and leaves e as it
+  // is.
   static bool scan_clean(const Int* p, size_t n, Extremes& e) {
     Extremes local = e;
     for (size_t i = 0; i < n; i += kStep) {
@@ -121,8 +122,8 @@ struct Kernel {
     return true;
   }
 
-  // Level 2: counts every element, with masks and no branch. Runs of kRun keep the 8-bit counters of
-  // the lanes from overflowing.
+  // Level 2: counts every element, with masks and no branch. Runs of kRun keep the 8-bit counters
+  // of the lanes from overflowing.
   static void scan_exact(const Int* p, size_t n, Extremes& e, BlockTotals& t) {
     constexpr size_t kRun = 64 * kLanes;
     static_assert(kRun % kStep == 0 && 64 < 127, "a run fits the 8-bit counters");
@@ -225,8 +226,8 @@ struct Kernel {
     if constexpr (Format::kWidth == 64) {
       __builtin_memcpy(&value, &magnitude, sizeof value);
     } else {
-      // A normal value: the exponent is re-biased. A subnormal one: an integer times 2^k. No operand
-      // is subnormal as a double, so a flush-to-zero mode changes nothing.
+      // A normal value: the exponent is re-biased. A subnormal one: an integer times 2^k. No
+      // operand is subnormal as a double, so a flush-to-zero mode changes nothing.
       constexpr int kShift = 52 - Format::kMantissaBits;
       const uint64_t wide = static_cast<uint64_t>(magnitude) << kShift;
       const uint64_t normal_bits = wide + (uint64_t{1023 - Format::kBias} << 52);

@@ -1,5 +1,6 @@
-// PyTorch's intra-op threads, looked up in the loaded libtorch at run time. So torch.set_num_threads
-// applies, no second OpenMP is loaded, and the extension links to no torch library.
+// PyTorch's intra-op threads, looked up in the loaded libtorch at run time. So
+// torch.set_num_threads applies, no second OpenMP is loaded, and the extension links to no torch
+// library.
 #pragma once
 
 #include <cstdint>
