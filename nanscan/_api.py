@@ -38,74 +38,81 @@ def enable(  # noqa: PLR0913 - options by name
     """Turns the hooks on, for one model or for every module of the process.
 
     Args:
-        model: the model to watch; None: every module that is called from now on. Enabling the same
-            target again replaces its monitor.
-        kinds: what to scan: module "input" (only tensors that no watched module returned) and
-            "output", the "loss" that a backward starts from, each `probe`, parameter "grad" before
-            an optimizer step, "param" and "buffer" (where it changed) after it; and, not by
-            default, "grad_output", the gradient that reaches each output, and "state", the
-            optimizer's moments. On the CPU a parameter that other code made bad between two steps
-            is named as well; on other devices what the next forward makes of it is the origin.
-            Where no optimizer holds the parameters, gradients are scanned after each backward, and
-            parameters before the next forward: but not what `torch.autograd.grad` returns, which
-            nobody sees but the caller.
-        action: what to do on the first bad step of an episode: "warn", "raise" a NonFiniteError
-            from the call that ends the step, "log" to the logger "nanscan", a callable that gets
-            the Finding (and each Located), a `Sink`, or several of these. Values near the limit
+        model: the model to watch. None: every module that is called from now on. A second call for
+            the same model closes the earlier monitor.
+        kinds: what to scan. By default: "input" (module inputs that no watched module returned),
+            "output" (module outputs), "loss" (the tensor that a backward starts from), "probe"
+            (values given to `probe`), "grad" (parameter gradients, before an optimizer step),
+            "param" and "buffer" (after the step; buffers only where they changed). On request:
+            "grad_output" (the gradient that reaches each module output) and "state" (the
+            optimizer's moments).
+            Other code may make a parameter bad between two steps. On the CPU the finding then names
+            the parameter. On other devices it names the first bad output of the next forward.
+            If no optimizer holds the parameters, gradients are scanned after each backward, and
+            parameters before the next forward. Gradients that `torch.autograd.grad` returns are not
+            scanned.
+        action: what to do at the first bad step of an episode: "warn", "raise" (a NonFiniteError,
+            from the call that ends the step), "log" (to the logger "nanscan"), a callable that gets
+            each Finding and each Located, a `Sink`, or several of these. Values near the limit
             never raise: they are logged, or given to the callable.
-        history: steps kept of each site.
-        near_limit: share of a dtype's largest value from which a finite value is reported.
-        max_skipped_steps: optimizer steps in a row that a GradScaler may skip: that many are a
-            fault. From its first scale of 65536 down to 1 it takes 16.
+        history: number of past steps kept for each site.
+        near_limit: a finite value is reported from this share of its dtype's largest value on.
+        max_skipped_steps: a GradScaler may skip fewer than this many optimizer steps in a row. This
+            many are a fault. To go from its initial scale, 65536, down to 1 it needs 16.
         ignore: what never to report: patterns of qualified names ("*.attn.softmax", "encoder.*"),
             dtypes, kinds as "kind:grad", or a function of (Site, dtype) that returns True.
-        include: watch only modules of these types or names, and what lies inside the named ones:
-            patterns of qualified names ("decoder.layers.*"). None: all.
-        exclude: the same of modules, and of parameters and buffers by name, not to watch.
-        every_n_steps: scan one step in so many.
-        warmup_steps: scan nothing in so many first steps.
-        max_overhead: share of a step's time, such as 0.02, that hooks may take on the host, and
-            scans on the device.
-            Parameters, buffers and moments are then scanned in some steps only, and if that is not
-            enough, module outputs and their gradients by turns; the loss, gradients of parameters,
-            and outputs of the outermost modules and of those right inside them in every step. After
-            a fault the next steps are scanned in full. `coverage` tells what is thinned out.
-        skip_step: an optimizer does not take a step in which a gradient that it is about to use is
-            non-finite: parameters and state stay bit for bit as if `step()` had not been called,
-            and gradients as they are. All else goes on: the closure's loss is returned, a scheduler
-            steps, the finding is acted on. Gradients are then scanned in every step. For any
-            optimizer that finds its parameters in `param_groups`; where a closure makes the
-            gradients, it is called once, or this is LBFGS, which needs memory for a copy of the
-            parameters then; not for a step that torch.compile compiled. Each process decides by its
-            own gradients: not for sharded ones, where others would take the step. What `ignore`
-            matches is no reason to skip.
-        save_dir: a folder. The first bad step of an episode, and of a run the first three of these,
-            is written to "step-<n>-rank-<r>" in it, for `load_saved`: inputs of the outermost
-            module's last call, states of random number generators before that, parameters and
-            buffers up to 1 GiB. Until a step is judged, the inputs of its calls are kept alive; no
-            tensor is copied until it is bad, but the states are, in 0.1 ms a call. What was changed
-            in place since the call, and what torch.load does not take with weights_only=True, is
-            left out with a note. If the folder cannot be written, that is logged, once, and nothing
-            else happens.
-        locate: after a fault the next steps run op by op, as `nanscan.locate` does it, until the op
-            is known that makes the bad values, at most 16; then the monitor is as cheap as before.
-            After 64 such steps, only one step in 50 is spent so. The finding gets a `Located`, in
-            `Monitor.located` and for the action, though never by raising. Where the fault left
-            nothing to be seen (its optimizer's step spoiled the parameters), that says so, and how
-            to replay it. Not in steps that begin within a TorchDispatchMode of the user's.
+        include: watch only these modules: module types, or patterns of qualified names
+            ("decoder.layers.*"), which also name the modules inside. None: all modules.
+        exclude: do not watch these modules, parameters and buffers. Give module types or patterns
+            of qualified names.
+        every_n_steps: scan one step of every n.
+        warmup_steps: number of first steps in which nothing is scanned.
+        max_overhead: largest share of a step's time, such as 0.02, that hooks may take on the host
+            and scans on the device. To stay below it, parameters, buffers and moments are scanned
+            only in some steps. If that is not enough, module outputs and their gradients take turns
+            too. Always scanned are the loss, parameter gradients, and outputs of the outermost
+            modules and of their direct children. After a fault the next steps are scanned in full.
+            `Monitor.coverage` lists what is scanned less often.
+        skip_step: skip an optimizer step if a gradient that it would use is non-finite. Parameters
+            and optimizer state then keep exactly the same bits, and gradients stay as they are.
+            Everything else continues: the closure's loss is returned, a scheduler steps, and the
+            finding is reported. Gradients are then scanned in every step. What `ignore` matches
+            does not cause a skip.
+            It works with any optimizer that has its parameters in `param_groups`. If a closure
+            computes the gradients, the optimizer must call it once, or be LBFGS, which then needs
+            memory for a copy of the parameters. It does not work for a step that torch.compile
+            compiled. Do not use it with sharded gradients: each process decides from its own
+            gradients, so others could take the step.
+        save_dir: a folder for saved steps. The first bad step of each of the first three episodes
+            of a run is written to "step-<n>-rank-<r>" in it; read it with `load_saved`. Saved are
+            the inputs of the outermost module's last call, the states of the random number
+            generators before that call, and parameters and buffers up to 1 GiB.
+            The inputs of a step stay in memory until the step is judged. Tensors are copied only if
+            the step is bad. Random states are copied at each call, in about 0.1 ms. A tensor that
+            was changed in place since the call is left out with a note, and so is a value that
+            torch.load refuses with weights_only=True. If the folder cannot be written, the error is
+            logged once and training continues.
+        locate: after a fault, run the next steps op by op, as `nanscan.locate` does, until the op
+            that makes the bad values is found. A search takes at most 16 steps; then the monitor is
+            as cheap as before. After 64 such steps in all, only one step in 50 is searched. The
+            result is a `Located`, in `Monitor.located` and for the action; it never raises. If the
+            optimizer step of the fault spoiled the parameters, the op cannot be found any more; the
+            Located says so, and how to replay the step. Steps that begin inside a
+            TorchDispatchMode of the user's are not searched.
 
     Returns:
-        The monitor; `close` it or call `disable`.
+        The monitor. To end it, call its `close` or `disable`.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module, or an option has a wrong type.
         ValueError: an unknown kind or action, or a number out of range.
 
-    Synchronization: none, in hooks either, with these exceptions. Under `skip_step`, gradients on
-        the CPU need none, and on CUDA devices a fused Adam, AdamW, Adagrad or SGD none from the
-        second step on: it gets `found_inf`, computed on the device. All others wait once a step
-        for their gradients. Writing a step under `save_dir` waits for what it writes, and a step
-        that is searched under `locate` for its scans, when it ends.
+    Synchronization: hooks never wait for a device, with three exceptions.
+        `skip_step`: waits once a step for CUDA gradients. A fused Adam, AdamW, Adagrad or SGD waits
+        only in its first step; later it gets `found_inf`, which the device computes. Gradients on
+        the CPU need no wait.
+        `save_dir`: writing a step waits for the data that it writes.
+        `locate`: a searched step waits for its scans when it ends.
     """
     options = Options(
         kinds=kinds,
@@ -156,8 +163,8 @@ def watch(  # noqa: PLR0913 - options by name
 ) -> Iterator[Monitor]:
     """Watches a model inside a `with` block; takes the options of `enable`.
 
-    On the way out what is left is judged; when the block raised, its error goes on and findings are
-    warned of instead of raised.
+    At the end of the block the steps not judged yet are judged. If the block raised an error, that
+    error continues, and findings become warnings instead of errors.
 
     Yields:
         The monitor.
@@ -198,17 +205,17 @@ def watch(  # noqa: PLR0913 - options by name
 
 
 def disable() -> None:
-    """Closes every monitor of the process. No hook of nanscan is left anywhere."""
+    """Closes every monitor of the process and removes all hooks of nanscan."""
     for monitor in tuple(open_monitors):
         monitor.close()
 
 
 def probe(name: str, x: Any) -> Any:
-    """A named place inside a forward: scans `x`, a tensor or a container of some, and returns it.
+    """Scans a tensor, or a container of tensors, under a name, and returns it unchanged.
 
     Args:
-        name: what findings call it; the same name is the same place.
-        x: what to scan.
+        name: the name in findings. Calls with the same name share one site.
+        x: the tensor or container to scan.
 
     Returns:
         `x` itself. While no monitor is open this does nothing.

@@ -40,13 +40,15 @@ open_monitors: list[Monitor] = []
 
 
 class Monitor:
-    """Watches one model, or every module of the process, until closed. Made by `enable`, `watch`.
+    """Watches one model, or every module of the process. Made by `enable` and `watch`.
 
-    A step ends at `optimizer.step()` while an optimizer is stepping, at the end of the outermost
-    forward while none is, and only at `Monitor.step()` once that was called. Where a backward ran
-    though no optimizer holds the parameters, other code updates them: a step then ends before the
-    next outermost forward. An outermost forward without gradients in a training run (validation) is
-    judged when it ends and counts to the step it runs in.
+    When a step ends: at `optimizer.step()`, if an optimizer holds the parameters. If none does, at
+    the end of the outermost forward. If there was a backward but no optimizer holds the parameters,
+    other code updates them: the step then ends before the next outermost forward. After the first
+    call of `Monitor.step()`, only that call ends a step.
+
+    In a training run, an outermost forward without gradients (validation) does not end a step. It
+    is judged when it returns, and belongs to the current step.
     """
 
     def __init__(self, model: nn.Module | None, options: Options) -> None:
@@ -99,11 +101,11 @@ class Monitor:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was bad in the last judged step, and no parameter is. Never blocks."""
+        """True if the last judged step and all parameters were finite. Never blocks."""
         return not self._judge.in_episode
 
     def history(self, site: Site | str) -> dict[str, npt.NDArray[Any]]:
-        """What a site held in the last steps.
+        """Returns the statistics of one site in the last steps.
 
         Args:
             site: a Site, such as a finding's, or the text that reports print: "encoder.0 output".
@@ -113,7 +115,7 @@ class Monitor:
             absmax (NaN where no value was finite).
 
         Raises:
-            KeyError: nothing was ever scanned there; the message has the nearest names.
+            KeyError: nothing was scanned at this site; the message suggests similar names.
         """
         name = str(site)
         names = {str(node.site): node.row for node in reversed(self._table.nodes)}
@@ -124,21 +126,21 @@ class Monitor:
         return self._table.history.of(names[name])
 
     def coverage(self) -> Coverage:
-        """What is watched, and what is not and why."""
+        """Returns what is watched, and what is not watched and why."""
         return coverage_of(self._registry, self._table, self._schedule)
 
     def step(self) -> None:
-        """Ends a step here. From the first call on, nothing else does.
+        """Ends the current step. After the first call, only this method ends steps.
 
         Synchronization: none.
         """
         self._collector.end_step()
 
     def poll(self) -> list[Finding]:
-        """Findings that are new since the last call, oldest first. Never blocks.
+        """Returns the findings since the last `poll`, oldest first. Never blocks.
 
-        Rows of CPU tensors are judged when their step ends; those of CUDA tensors once they arrived
-        on the host: here, or when a later step ends.
+        Scans of CPU tensors are judged when their step ends. Scans of CUDA tensors are judged when
+        their rows have arrived on the host: in this call, or when a later step ends.
 
         Raises:
             NonFiniteError: under the action "raise", when something bad has just arrived.
@@ -152,7 +154,7 @@ class Monitor:
         """Judges everything scanned so far, the unfinished step included, and acts on it.
 
         Returns:
-            What is new.
+            The findings that this call made, oldest first.
 
         Raises:
             NonFiniteError: under the action "raise".
@@ -170,11 +172,11 @@ class Monitor:
         return list(self._findings)[max(len(self._findings) - count, 0) :]
 
     def probe(self, name: str, x: Any) -> None:
-        """What `nanscan.probe` does, for this monitor alone."""
+        """Scans `x` under a name, as `nanscan.probe` does, but for this monitor only."""
         self._collector.scan_single(x, name, Kind.PROBE)
 
     def scan_fully(self, steps: int = 3) -> None:
-        """Scans everything in this step, as far as it is still to come, and the next ones."""
+        """Scans everything in the rest of this step and in the next steps."""
         self._collector.scan_fully(steps)
 
     def pause(self) -> None:
@@ -184,12 +186,12 @@ class Monitor:
             self._follow_up.stop()
 
     def resume(self) -> None:
-        """Undoes `pause`."""
+        """Puts the hooks back after `pause`. Does nothing on a closed monitor."""
         if self in open_monitors:
             self._collector.attach()
 
     def close(self) -> None:
-        """Removes all hooks for good. What was found stays readable."""
+        """Removes all hooks for good. Findings and history stay readable."""
         self.pause()
         if self in open_monitors:
             open_monitors.remove(self)
@@ -216,7 +218,7 @@ class Monitor:
         )
 
     def _judge_rest(self) -> None:
-        """Judges what is left, and raises nothing: a crash is often the NaN's doing."""
+        """Judges the remaining steps. Raises nothing, so that an error of the user's code shows."""
         self._sinks = without_raising(self._sinks)
         try:
             self.flush()
@@ -228,6 +230,16 @@ class Monitor:
 
     # -- what the collector delivers -------------------------------------------------------------
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a record matters in which no row is notable."""
+        return bool(self._ahead or self._to_report) or self._judge.is_waiting
+
+    def on_clean_step(self, step: int) -> None:
+        """Nothing was notable, and nothing is remembered that could be over."""
+        for sink in self._sinks:
+            sink.on_step(step)
+
     def on_record(self, record: StepRecord) -> None:
         """Judges a record and, unless it is judged ahead, hands what is new to the sinks."""
         new = self._judge.judge(record)
@@ -238,7 +250,7 @@ class Monitor:
         self._add_affected(faults)
         self._ahead += new
         if not record.is_ahead:
-            self._release(record.step)
+            self._release(record)
 
     def on_step_end(self, step: int, *, before_forward: bool) -> None:
         """A step ended: a search may begin or end."""
@@ -269,7 +281,7 @@ class Monitor:
                 self._ahead[position] = dataclasses.replace(finding, affected=affected)
                 return
 
-    def _release(self, step: int) -> None:
+    def _release(self, record: StepRecord) -> None:
         """Keeps findings, and reports the first fault of an episode and what is no fault."""
         new, self._ahead = self._ahead, []
         first = next((finding for finding in new if finding.is_fault), None)
@@ -284,8 +296,8 @@ class Monitor:
             finding = self._to_report.popleft()
             for sink in self._sinks:
                 sink.on_finding(finding)
-        for sink in self._sinks:
-            sink.on_step(step)
+        for sink in self._sinks if record.is_whole else ():
+            sink.on_step(record.step)
 
     def _on_location(self, finding: Finding, location: Location) -> None:
         """A later step showed the op. Or that nothing can be seen there any more."""

@@ -1,5 +1,6 @@
 """Steps, actions, the life of a monitor, and what is asked of it."""
 
+import dataclasses
 import gc
 import logging
 import warnings
@@ -786,3 +787,33 @@ def test_an_action_that_raises_is_called_once_an_episode():
             model(batch())
         model(batch())
     assert len(calls) == 1
+
+
+def test_a_monitor_and_its_coverage_show_what_they_are():
+    model = Net()
+    with nanscan.watch(model, action="log", exclude="act") as monitor:
+        assert repr(monitor) == "<nanscan.Monitor of Net: step 0, 0 sites, 0 findings>"
+        infer(model, batch())
+        assert monitor.steps == 1
+        assert repr(monitor).startswith("<nanscan.Monitor of Net: step 1, ")
+        text = str(monitor.coverage())
+        assert text.splitlines()[0].startswith(f"{len(monitor.coverage().sites)} sites scanned, ")
+        assert "left out: act" in text
+    assert repr(monitor).endswith(", closed>")
+
+
+def test_history_takes_the_text_that_reports_print_and_suggests_names():
+    model = Net()
+    with nanscan.watch(model) as monitor:
+        infer(model, batch(), batch(1))
+        assert monitor.history("fc1 output")["step"].tolist() == [0, 1]
+        with pytest.raises(KeyError, match="did you mean 'fc1 output'"):
+            monitor.history("fc1 outptu")
+
+
+def test_findings_and_options_are_frozen():
+    model = Net()
+    with nanscan.watch(model, action="log") as monitor:
+        infer(model, set_nan(batch()))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        monitor.findings[0].verdict = "origin"

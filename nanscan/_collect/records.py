@@ -32,8 +32,16 @@ _MAX_EXPLAINED = 8  # parameters of one step whose moments are scanned
 class Consumer(Protocol):
     """Who gets what is collected: the monitor."""
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a record matters in which no row is notable: something may have recovered."""
+        raise NotImplementedError
+
     def on_record(self, record: StepRecord) -> None:
         """All that is known of a step, or of a part of one. Records come in order."""
+
+    def on_clean_step(self, step: int) -> None:
+        """A step had no notable row; it has no record."""
 
     def on_step_end(self, step: int, *, before_forward: bool) -> None:
         """A step ended and its records, as far as they arrived, were delivered.
@@ -161,6 +169,8 @@ class RecordQueue:
 
     def _newly_bad(self, snapshot: Snapshot) -> list[int]:
         """Rows on the host that are bad and were not in the snapshot before, as they went bad."""
+        if not (snapshot.notable or self._bad_rows):
+            return []
         bad = {row for row in snapshot.notable if snapshot.rows[row]["ticket"]}
         before, self._bad_rows = self._bad_rows, bad
         return sorted(bad - before, key=lambda row: int(snapshot.rows[row]["ticket"]))
@@ -202,15 +212,21 @@ class RecordQueue:
         """
         with self.lock:
             while self._pending and (wait or self._pending[0].rows.ready()):
-                record = self._complete(self._pending.popleft())
-                if record.is_whole and record.turn.is_full:
-                    record.history.full_order = record.order.copy()
-                self._delivered_ticket = self._table.last_ticket
-                self.has_ahead = record.is_ahead and (self.has_ahead or bool(record.notable))
-                self._consumer.on_record(record)
+                self._deliver(self._pending.popleft())
 
-    def _complete(self, pending: _Pending) -> StepRecord:
+    def _deliver(self, pending: _Pending) -> None:
         rows = self._table.complete(pending.step, pending.rows)
+        skips = self._count_skips(pending.outcome)
+        if pending.is_whole and pending.context["turn"].is_full:
+            self._table.history.full_order = rows.order.copy()
+        self._delivered_ticket = self._table.last_ticket
+        self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
+        if rows.notable or skips or self._consumer.has_news:
+            self._consumer.on_record(self._record(pending, rows, skips))
+        elif pending.is_whole:  # nearly every step; a record would cost more than the rest
+            self._consumer.on_clean_step(pending.step)
+
+    def _record(self, pending: _Pending, rows: Snapshot, skips: dict[str, Any]) -> StepRecord:
         return StepRecord(
             pending.step,
             rows.rows,
@@ -223,7 +239,7 @@ class RecordQueue:
             is_whole=pending.is_whole,
             is_ahead=self.is_ahead,
             **pending.context,
-            **self._count_skips(pending.outcome),
+            **skips,
         )
 
     def _count_skips(self, outcome: Outcome | None) -> dict[str, Any]:

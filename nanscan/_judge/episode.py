@@ -54,9 +54,14 @@ class Judge:
         """Whether something was bad in the last step, or a parameter still is."""
         return bool(self._reported)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something that was reported may be over: then each record matters."""
+        return bool(self._reported or self._near)
+
     def judge(self, record: StepRecord) -> list[Finding]:
         """What is new in a step, in the order in which it happened; complete findings."""
-        if not (record.notable or self._reported or self._near):
+        if not (record.notable or self.is_waiting):
             return []  # and so `_latest` is empty
         before = self._latest if record.continues else ()
         step = StepVerdicts(record, self._rank, self._bad_parameters, before)

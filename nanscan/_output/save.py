@@ -220,9 +220,9 @@ class Saved:
         kwargs: its keyword inputs.
         step: number of the step.
         rank: of the process.
-        site: where it went bad.
-        verdict: what it was.
-        text: the report.
+        site: the first bad site.
+        verdict: the verdict of its finding.
+        text: the report of its finding.
         rng: states of the random number generators before the call: "torch", "cuda" by index,
             "python" and "numpy".
         state_dict: parameters and buffers of the outermost module; None where they were left out.
@@ -250,10 +250,10 @@ class Saved:
     def restore_rng(self) -> None:
         """Sets the random number generators of this process to what they were before the call.
 
-        Those of CUDA devices that are not there are left out.
+        States of CUDA devices that this machine does not have are ignored.
 
         Raises:
-            ValueError: the call is not known, so there are none.
+            ValueError: the call was not known, so no states were saved.
         """
         if not self.rng:
             raise ValueError("nanscan: no states of random number generators were saved")
@@ -281,7 +281,7 @@ class Saved:
 
 
 def load_saved(path: str | os.PathLike[str], map_location: Any = None) -> Saved:
-    """Reads what `enable(..., save=folder)` wrote about a bad step.
+    """Reads what `enable(..., save_dir=folder)` wrote about a bad step.
 
     Args:
         path: its directory, such as "folder/step-812-rank-0".
@@ -292,7 +292,7 @@ def load_saved(path: str | os.PathLike[str], map_location: Any = None) -> Saved:
         Inputs, parameters and states of random number generators with which to run the step again.
 
     Raises:
-        FileNotFoundError: there is nothing of the kind.
+        FileNotFoundError: the directory holds no saved step.
     """
     folder = Path(path)
     if not (folder / _CALL_FILE).is_file():

@@ -18,24 +18,24 @@ _logger = logging.getLogger("nanscan")
 class Sink:
     """Where a monitor's findings go. A subclass overrides what it needs.
 
-    Sinks are called in the thread that trains, between two steps, one at a time. What one raises
-    goes to the user's code.
+    Sinks are called one at a time, in the training thread, between two steps. An error that a sink
+    raises reaches the user's code.
     """
 
     def on_finding(self, finding: Finding) -> None:
-        """The first fault of an episode, or a finding that is no fault."""
+        """Gets the first fault of an episode, and each finding that is not a fault."""
 
     def on_located(self, located: Located) -> None:
-        """A later step showed the op behind a finding: under `enable(locate=True)`."""
+        """Gets the op behind a finding, found in a later step by `enable(locate=True)`."""
 
     def on_step(self, step: int) -> None:
-        """A step, or a part of one, was judged; its findings have been handed over."""
+        """Called after a step was judged and its findings were delivered."""
 
     def flush(self) -> None:
-        """Whatever is held back is to be written now."""
+        """Writes everything that the sink has buffered."""
 
     def close(self) -> None:
-        """The monitor is closed. Nothing more comes."""
+        """Called when the monitor closes. No call follows."""
 
 
 Named = Literal["warn", "raise", "log"]
@@ -138,7 +138,7 @@ def without_raising(sinks: Iterable[Sink]) -> list[Sink]:
 
 
 def warn(text: str) -> None:
-    """Warns at the innermost line of user code."""
+    """Emits a warning that points at the innermost line of user code."""
     warnings.warn(text, NonFiniteWarning, stacklevel=_user_stacklevel())
 
 

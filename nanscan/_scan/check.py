@@ -25,12 +25,12 @@ def check(x: torch.Tensor, *, moments: bool = False) -> ScanResult:
         moments: also take mean, std, rms and the counts of zeros and subnormals.
 
     Returns:
-        What was found. `first_nonfinite` is the first in row-major order.
+        The counts and extremes. `first_nonfinite` is the first index in row-major order.
 
     Raises:
-        TypeError: `x` is no tensor, not floating point, or of a kind that cannot be scanned.
+        TypeError: `x` is not a tensor, not floating point, or cannot be scanned.
         ValueError: `x` has elements but no data (meta device, freed storage).
-        RuntimeError: the CUDA driver failed; the message has its error and what was being done.
+        RuntimeError: the CUDA driver failed; the message names the error and the failed call.
 
     Synchronization: none on the CPU and on CUDA devices, where the scan is one launch on the
         tensor's current stream; the first one on a device loads the kernels. A tensor on a device
@@ -89,11 +89,11 @@ def _dtype_names() -> str:
 
 
 def check_many(tensors: Any, *, moments: bool = False) -> Any:
-    """Scans every tensor of a pytree; those of a CUDA device share launches.
+    """Scans every tensor of a pytree; tensors on one CUDA device share launches.
 
     Args:
         tensors: any nesting of lists, tuples, dicts, named tuples and registered pytree nodes with
-            tensors as leaves. A None leaf (a gradient that is not there) stays None.
+            tensors as leaves. A None leaf (a missing gradient) stays None.
         moments: as for `check`.
 
     Returns:

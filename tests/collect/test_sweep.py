@@ -424,4 +424,4 @@ def test_without_a_fault_nothing_is_found(scope, make, start):
     for _ in range(5):
         run.step()
     assert monitor.findings == []
-    assert monitor.coverage().not_called == (["blocks"] if make is transformer else [])
+    assert monitor.coverage().not_called == (("blocks",) if make is transformer else ())
