@@ -107,7 +107,7 @@ class _Located(BaseException):
 
 
 def _locate(options: argparse.Namespace) -> int:
-    """Runs a script op by op. Exit status 1: a non-finite value was made, and is told."""
+    """Runs a script op by op. Exit status 1: an op made a non-finite value, and it was printed."""
     is_running = True
     ended: SystemExit | None = None  # as scripts do that end in sys.exit(main())
 

@@ -44,7 +44,7 @@ class _Stepping(threading.local):
     """Between the two hooks of an optimizer step: whose step it is, by id, and its plan.
 
     Attributes:
-        optimizer: id of the optimizer; 0: none of ours is stepping.
+        optimizer: id of the optimizer; 0: no watched optimizer is stepping.
         plan: the optimizer's.
         stepped: the optimizer that a GradScaler steps has begun to.
         scaler: the GradScaler that is stepping an optimizer.

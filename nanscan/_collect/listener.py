@@ -23,7 +23,7 @@ class Listener:
         """An outermost module is about to run: no watched module is running in this thread."""
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The same, with what the module is given. Nothing of the forward has run yet."""
+        """An outermost module is about to run with these arguments. No code of it has run yet."""
 
     def on_after_forward(self, place: ModulePlace) -> None:
         """An outermost module returned."""

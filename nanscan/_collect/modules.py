@@ -153,7 +153,7 @@ class ModuleCalls:
         """Scans what a module returned. Also called when it raised, to keep the stack right."""
         if _is_tracing():
             return
-        if output is None and _is_passing(sys.exc_info()[2]):  # a hook on one module is told None
+        if output is None and _is_passing(sys.exc_info()[2]):  # a hook on one module gets None then
             output = _RAISED
         if output is _RAISED:
             self._after(module, kwargs)
@@ -269,7 +269,7 @@ class ModuleEvents:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the listener is told."""
+        """Whether the hooks are in place."""
         return bool(self._handles)
 
     def attach(self) -> None:
@@ -280,7 +280,7 @@ class ModuleEvents:
         ]
 
     def detach(self) -> None:
-        """Tells it no more."""
+        """Removes the hooks."""
         remove(self._handles)
 
     def _before(self, module: nn.Module, _args: Any) -> None:

@@ -118,7 +118,7 @@ class Optimizers:
     def with_moments_of_suspects(
         self, optimizer: Optimizer
     ) -> dict[ParameterPlace, OptimizerFacts]:
-        """The same of every parameter whose optimizer's eps is 0 in its moments' dtype.
+        """Facts with moments of each parameter whose eps rounds to 0 in its moments' dtype.
 
         For steps that are judged later. Such settings are rare, and scanning their moments in every
         step is the price of a diagnosis without waiting for the device.
@@ -178,7 +178,7 @@ def moments(optimizer: Optimizer, parameter: torch.Tensor) -> list[tuple[str, to
 
 
 def outcome_of(optimizer: Optimizer, scaler: GradScaler | None) -> Outcome:
-    """Of a step that was made: a fused optimizer skips it itself, as a GradScaler told it to."""
+    """The outcome of a step that ran. A fused optimizer may have skipped it, by `found_inf`."""
     skipped, scale = getattr(optimizer, "found_inf", None), getattr(scaler, "_scale", None)
     if not isinstance(skipped, torch.Tensor):
         return Outcome(id(optimizer), False, math.nan)

@@ -44,7 +44,7 @@ class OutputGradients:
             x.register_hook(node.hook)  # type: ignore[no-untyped-call]
 
     def watch_all(self, x: Any, node: Node, around: tuple[int, ...] = ()) -> None:
-        """Does so for every tensor in a value."""
+        """Scans the gradient that will reach each tensor in a value."""
         if isinstance(x, torch.Tensor):
             if x.requires_grad:
                 self.watch(x, node)

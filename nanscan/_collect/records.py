@@ -189,7 +189,7 @@ class RecordQueue:
             self.deliver()
 
     def look_ahead(self, turn: Turn) -> None:
-        """The same amid a step, while inputs and parameters still are what they were in it."""
+        """Judges a step before it ends, while inputs and parameters are still unchanged."""
         with self.lock:
             self.is_ahead = True
             try:

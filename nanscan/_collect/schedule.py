@@ -24,11 +24,11 @@ class Turn:
     """What one step scans.
 
     Attributes:
-        period: of module outputs and their gradients: 0: none, and nothing else either; 1: all;
-            more: one module in so many, by turns, and sentinels: the loss, gradients of parameters,
-            outputs of the outermost modules and of those right inside them.
-        number: whose turn it is.
-        slow: parameters, buffers and moments as well.
+        period: one module in so many has its outputs and their gradients scanned. 0: nothing is
+            scanned at all; 1: every module. The loss, gradients of parameters, and outputs of the
+            outermost modules and of their direct children are scanned in any case but 0.
+        number: position in the period, which moves on with each scanned step.
+        slow: whether parameters, buffers and moments are scanned, too.
     """
 
     period: int
@@ -166,7 +166,7 @@ def dispatch_seconds() -> float:
 
 
 def gradient_dispatch_seconds() -> float:
-    """The same of a hook on a tensor: to call it in backward, and to free it."""
+    """Seconds that torch takes to call a hook on a tensor in backward, and to free it."""
     bare = _best(lambda: _backward(hook=False))
     return max(_best(lambda: _backward(hook=True)) - bare, 0.0) / _CALLS
 

@@ -59,7 +59,7 @@ class Table:
         return self.core.order(row)
 
     def latest_order(self, row: int) -> int:
-        """The same; where it was not visited, that of the last step in which it was."""
+        """Position of a row in this step, or in the last step that visited it; 0: in none."""
         return self.core.order(row) or self.core.latest_order(row)
 
     def add(self, node: Node) -> int:

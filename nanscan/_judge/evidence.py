@@ -37,7 +37,7 @@ class StepEvidence:
         return Trend(tops[(steps < self.record.step) & (tops >= 0)])
 
     def trend_at(self, site: Site) -> Trend:
-        """The same of a site."""
+        """The largest magnitude at a site, one value a step."""
         return self.trend(*[node.row for node in self.record.nodes if node.site == site])
 
     def elements_before(self, row: int) -> list[int]:

@@ -27,7 +27,7 @@ class Trend:
     def early(self) -> float:
         """The largest of the first half, 0 where that is empty.
 
-        Two optimizers that step by turns are so compared with both, not one with the other.
+        Where two optimizers alternate, the first half so holds steps of both.
         """
         return float(self.values[: len(self.values) // 2].max(initial=0.0))
 

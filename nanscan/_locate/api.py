@@ -20,8 +20,8 @@ def locating() -> Locating:
             loss.backward()
         print(search.location or "all finite")
 
-    What `locate` says holds here too. One step at a time: what is found is told when an optimizer
-    step or the block ends. After that ops run as usual.
+    The limits of `locate` apply. Each step is judged as a whole: a location is set when an
+    optimizer step or the block ends. After that ops run as usual.
 
     Returns:
         The search; its `location` is None as long as nothing was found.

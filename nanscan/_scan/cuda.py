@@ -130,7 +130,7 @@ def read_cache(key: str) -> bytes | None:
 
 
 def write_cache(key: str, image: bytes) -> None:
-    """Keeps an image. Whole or not at all, whoever else writes it; no failure matters."""
+    """Writes an image to the cache, atomically. A failure only costs the next process time."""
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)

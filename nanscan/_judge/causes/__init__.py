@@ -88,7 +88,7 @@ SUSPICIONS: tuple[Rule[Evidence, str], ...] = (
 def causes(e: Evidence) -> list[Cause]:
     """Up to three likely causes, best first. What was handed on has its cause where it began."""
     if e.record.spoiled:
-        return []  # no numbers of ours explain what other code did to a parameter
+        return []  # no scan explains what other code did to a parameter
     rules = RULES[:1] if e.record.is_untrained else RULES  # nothing else has happened yet
     return [*itertools.islice(answers(rules, e), _MAX_CAUSES)]
 

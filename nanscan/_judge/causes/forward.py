@@ -272,7 +272,7 @@ def mean_over_nothing(e: Evidence) -> Cause | None:
 
 @rule()
 def nan_loss_of_finite_outputs(e: Evidence) -> Cause | None:
-    """The same in code of no module, or of one that is gone: it is one of a few possibilities."""
+    """A NaN loss of finite values, outside of a loss module: one of a few possible causes."""
     finding, stats = e.finding, e.stats
     label = finding.site.name.partition("#")[0]
     is_loss = e.kind is Kind.LOSS or (label + finding.site.path).lower().endswith("loss")

@@ -13,7 +13,7 @@ from nanscan._judge.evidence import Evidence
 from nanscan._judge.rule import rule
 
 _MEDIUM_SCALE = 2.0**16  # with which a GradScaler starts
-_DEPTH = 3  # modules from which a growth from one to the next can be told
+_DEPTH = 3  # fewest modules that show a growth from one to the next
 
 
 @rule(verdicts=("origin", "near-limit"), kinds=lambda kind: kind.is_trained)
