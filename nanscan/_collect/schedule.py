@@ -17,7 +17,7 @@ _LONGEST = 64  # steps between two scans of anything that is thinned
 _SAMPLES = 8
 _FULL_AFTER_FAULT = 3
 _CALLS = 200
-_ROUNDS = 9  # the best counts: a difference of two noisy times must not come out as nothing
+_ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -160,16 +160,14 @@ def dispatch_seconds() -> float:
 
     def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None: ...
 
-    module, x = nn.Identity(), torch.empty(0)
-    bare = _best(lambda: _repeat(module, x))
-    module.register_forward_hook(hook, with_kwargs=True)
-    return max(_best(lambda: _repeat(module, x)) - bare, 0.0) / _CALLS
+    bare, hooked, x = nn.Identity(), nn.Identity(), torch.empty(0)
+    hooked.register_forward_hook(hook, with_kwargs=True)
+    return _difference(lambda: _repeat(hooked, x), lambda: _repeat(bare, x)) / _CALLS
 
 
 def gradient_dispatch_seconds() -> float:
     """Seconds that torch takes to call a hook on a tensor in backward, and to free it."""
-    bare = _best(lambda: _backward(hook=False))
-    return max(_best(lambda: _backward(hook=True)) - bare, 0.0) / _CALLS
+    return _difference(lambda: _backward(hook=True), lambda: _backward(hook=False)) / _CALLS
 
 
 def _repeat(module: nn.Module, x: torch.Tensor) -> float:
@@ -196,5 +194,6 @@ def _backward(*, hook: bool) -> float:
     return time.perf_counter() - start
 
 
-def _best(seconds: Callable[[], float]) -> float:
-    return min(seconds() for _ in range(_ROUNDS))
+def _difference(more: Callable[[], float], less: Callable[[], float]) -> float:
+    """By how much one time exceeds another: the median of rounds, as the clock rate may drift."""
+    return max(median(more() - less() for _ in range(_ROUNDS)), 0.0)
