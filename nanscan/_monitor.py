@@ -24,7 +24,6 @@ from nanscan._collect.snapshot import StepRecord
 from nanscan._collect.table import Table
 from nanscan._data.finding import Finding, Located
 from nanscan._data.location import Location
-from nanscan._data.places import Node
 from nanscan._data.site import Kind, Site
 from nanscan._judge.episode import Judge
 from nanscan._locate.follow_up import FollowUp
@@ -245,7 +244,7 @@ class Monitor:
         new = self._judge.judge(record)
         faults = [finding for finding in new if finding.is_fault]
         if faults:
-            self._collector.scan_fully()
+            self.scan_fully()
         self._save(faults, record)
         self._add_affected(faults)
         self._ahead += new
@@ -269,8 +268,7 @@ class Monitor:
         if any(finding.is_fault for finding in self._ahead):
             return
         node = next((node for node in record.nodes if node.site == faults[0].site), None)
-        place = node.place if isinstance(node, Node) else None
-        self._saver.save(faults[0], place, record.calls)
+        self._saver.save(faults[0], None if node is None else node.place, record.calls)
         self._inputs.is_needed = not self._saver.is_done
 
     def _add_affected(self, faults: list[Finding]) -> None:

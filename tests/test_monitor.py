@@ -650,6 +650,9 @@ def test_coverage():
     assert before.not_called == ("Partly", "attend", "attend.out_proj", "unused")
     infer(model, batch())
     after = monitor.coverage()
+    assert {field.name for field in dataclasses.fields(after)} == {
+        *("sites", "skipped", "not_called", "left_out", "thinned", "overhead", "nbytes"),
+    }
     assert after.not_called == ("attend.out_proj", "unused")
     assert after.skipped == {}
     assert after.nbytes > 16 * 128 * len(after.sites)

@@ -15,7 +15,7 @@ from nanscan._collect import torch_events
 from nanscan._collect.costs import CostMeter
 from nanscan._collect.inputs import KeptInputs
 from nanscan._collect.listener import Listener, StepArguments
-from nanscan._collect.modules import ModuleCalls, is_recomputing
+from nanscan._collect.modules import ModuleCalls, is_recomputing, is_tracing
 from nanscan._collect.names import Registry
 from nanscan._collect.optimizers import (
     Optimizers,
@@ -35,9 +35,6 @@ from nanscan._collect.steps import Decision, StepTracker
 from nanscan._collect.table import Table
 from nanscan._data.places import ModulePlace
 from nanscan._data.site import Kind
-
-# While torch.compile traces a hook this is the constant True, and the hook leaves nothing behind.
-_is_tracing = torch.compiler.is_dynamo_compiling
 
 
 class _Stepping(threading.local):
@@ -125,7 +122,7 @@ class Collector(Listener):
         self.calls.detach()
         torch_events.forget(self)
 
-    def scan_fully(self, steps: int = 3) -> None:
+    def scan_fully(self, steps: int) -> None:
         """Scans everything in this step, as far as it is still to come, and the next ones."""
         self._schedule.scan_fully(self.tracker.step, steps)
         self._next_turn()
@@ -193,7 +190,7 @@ class Collector(Listener):
 
     def scan_single(self, x: Any, name: str, kind: Kind) -> None:
         """Scans a value that no module returned: the loss, or a probe."""
-        if self.is_scanning(kind) and not _is_tracing():
+        if self.is_scanning(kind) and not is_tracing():
             self._scanner.visit(x, self._registry.single(name, kind).node)
 
     def is_scanning(self, kind: Kind) -> bool:
@@ -265,7 +262,7 @@ class Collector(Listener):
             return None
         self._stepping.optimizer = 0
         self._stepping.stepped = True
-        if _is_tracing():
+        if is_tracing():
             return None
         plan = self.optimizers.plan(optimizer)
         if plan is None or not self.calls.is_attached:

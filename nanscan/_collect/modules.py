@@ -35,7 +35,7 @@ _RAISED = object()
 _CALL = nn.Module._call_impl.__code__  # noqa: SLF001 - the frame of every module call
 
 # While torch.compile traces a hook this is the constant True, and the hook leaves nothing behind.
-_is_tracing = torch.compiler.is_dynamo_compiling
+is_tracing = torch.compiler.is_dynamo_compiling
 
 
 def is_recomputing() -> bool:
@@ -138,20 +138,20 @@ class ModuleCalls:
 
     def outermost(self, module: nn.Module, args: Any) -> None:
         """Tells of calls that no other encloses, and that repeat none for a checkpoint."""
-        if _is_tracing() or self.core.running is not None or is_recomputing():
+        if is_tracing() or self.core.running is not None or is_recomputing():
             return
         if not self._registry.only or id(module) in self._registry.places:
             self._listener.on_outermost_call(module, args, _keywords_of_call())
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Scans what goes into a module and was not seen before."""
-        if _is_tracing():
+        if is_tracing():
             return
         self._before(module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any = _RAISED) -> None:
         """Scans what a module returned. Also called when it raised, to keep the stack right."""
-        if _is_tracing():
+        if is_tracing():
             return
         if output is None and _is_passing(sys.exc_info()[2]):  # a hook on one module gets None then
             output = _RAISED
@@ -162,7 +162,7 @@ class ModuleCalls:
 
     def leaf(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Both in one, for a module that calls no other and leaves its inputs as they were."""
-        if _is_tracing():
+        if is_tracing():
             return
         self._leaf(module, args, kwargs, output)
 

@@ -15,7 +15,6 @@ from torch import nn
 
 _LONGEST = 64  # steps between two scans of anything that is thinned
 _SAMPLES = 8
-_FULL_AFTER_FAULT = 3
 _CALLS = 200
 _ROUNDS = 9
 
@@ -97,7 +96,7 @@ class Schedule:
         number = (step - self._warmup) // self._every
         return Turn(self.period, number, slow=number % self.slow_period == 0)
 
-    def scan_fully(self, step: int, steps: int = _FULL_AFTER_FAULT) -> None:
+    def scan_fully(self, step: int, steps: int) -> None:
         """Scans everything in the next steps, from `step` on, whatever it costs."""
         self._full_until = max(self._full_until, step + steps)
 
