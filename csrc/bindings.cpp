@@ -16,6 +16,7 @@
 #include "calls.h"
 #include "cpu/scan.h"
 #include "cuda/results.h"
+#include "door.h"
 #include "host_scan.h"
 #include "scannable.h"
 #include "table.h"
@@ -30,8 +31,6 @@ template <typename T>
 constexpr const char* kCapsule = nullptr;
 template <>
 constexpr const char* kCapsule<Table> = "nanscan.Table";
-template <>
-constexpr const char* kCapsule<Calls> = "nanscan.Calls";
 template <>
 constexpr const char* kCapsule<Gradients::Hook> = "nanscan.GradientHook";
 
@@ -114,30 +113,6 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (status != kOk) return PyLong_FromLong(status);
   if (!is_launched(view)) return scan_now(view, moments != 0).release().ptr();
   return guarded([&] { return py::cast(std::move(start_scans({view}, moments != 0).front())); });
-}
-
-// before(module, args[, kwargs])
-PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Calls* calls = self_of<Calls>(self);
-  if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
-  const Stopwatch::Lap lap(calls->stopwatch());
-  return none_if(calls->before(args[0], args[1], count == 3 ? args[2] : nullptr));
-}
-
-// after(module, kwargs[, output]); no output: the module raised.
-PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Calls* calls = self_of<Calls>(self);
-  if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
-  const Stopwatch::Lap lap(calls->stopwatch());
-  return none_if(calls->after(args[0], args[1], count == 3 ? args[2] : nullptr));
-}
-
-// leaf(module, args, kwargs, output)
-PyObject* calls_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Calls* calls = self_of<Calls>(self);
-  if (!calls || !expect_arguments(count, 4, 4)) return nullptr;
-  const Stopwatch::Lap lap(calls->stopwatch());
-  return none_if(calls->leaf(args[0], args[1], args[2], args[3]));
 }
 
 // hook(gradient)
@@ -385,24 +360,104 @@ void define_cuda(py::module_& m) {
   m.def("cuda_is_prepared", [](int ordinal) { return cuda::Device::find(ordinal) != nullptr; });
 }
 
+// Tells a listener in Python of all module calls: slow, for searches.
+class CallEvents : public CallObserver {
+ public:
+  explicit CallEvents(py::handle listener) : listener_(listener.ptr()) {}  // borrowed: its owner
+
+  bool wants(PyObject*) const override { return true; }
+
+  bool before(PyObject* module, const Arguments&, void*& call) override {
+    call = this;
+    return tell("on_before_module", module);
+  }
+
+  bool after(void*, PyObject* module, PyObject* output) override {
+    return tell("on_after_module", module, output ? output : Py_None);
+  }
+
+ private:
+  template <typename... Args>
+  bool tell(const char* event, Args... args) {
+    try {
+      py::handle(listener_).attr(event)(py::handle(args)...);
+      return true;
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return false;
+    }
+  }
+
+  PyObject* const listener_;
+};
+
+// A module call that hooks tell of, where torch does not ask at the door.
+class HookedCall {
+ public:
+  HookedCall(py::object module, const py::tuple& args, const py::dict& kwargs)
+      : module_(std::move(module)), call_(module_.ptr()) {
+    std::vector<PyObject*> values;
+    for (const py::handle x : args) values.push_back(x.ptr());
+    for (const auto& item : kwargs) values.push_back(item.second.ptr());
+    const auto names = py::tuple(kwargs.attr("keys")());
+    const Arguments arguments{values.data(), static_cast<Py_ssize_t>(args.size()),
+                              names.empty() ? nullptr : names.ptr()};
+    if (call_.begin(arguments)) return;
+    call_.end(nullptr);
+    throw py::error_already_set();
+  }
+
+  void returned(py::object output) {
+    if (!py::reinterpret_steal<py::object>(call_.end(output.release().ptr())))
+      throw py::error_already_set();
+  }
+
+  void raised() { call_.end(nullptr); }
+
+ private:
+  const py::object module_;
+  OpenCall call_;
+};
+
+void define_door(py::module_& m) {
+  py::class_<CallObserver>(m, "CallObserver");
+  py::class_<CallEvents, CallObserver>(m, "CallEvents")
+      .def(py::init<py::handle>(), py::arg("listener"));
+  py::class_<HookedCall>(m, "HookedCall")
+      .def(py::init<py::object, const py::tuple&, const py::dict&>(), py::arg("module"),
+           py::arg("args"), py::arg("kwargs"))
+      .def("returned", &HookedCall::returned)
+      .def("raised", &HookedCall::raised);
+  m.def("add_observer", [](CallObserver& observer, py::handle owner) {
+    add_observer(&observer, owner.ptr());
+  });
+  m.def("remove_observer", [](CallObserver& observer) { remove_observer(&observer); });
+  m.def("make_door", [](py::handle call_code) {
+    return py::reinterpret_steal<py::object>(make_door(call_code.ptr()));
+  });
+}
+
 void define_calls(py::module_& m) {
-  py::class_<Calls>(m, "Calls")
-      .def(py::init([](Table& table, py::handle python_hooks, bool inputs, bool outputs, bool late,
-                       bool gradients) {
-             return std::make_unique<Calls>(table, python_hooks.ptr(), inputs, outputs, late,
-                                            gradients);
+  py::class_<Calls, CallObserver>(m, "Calls")
+      .def(py::init([](Table& table, py::handle python_hooks, bool inputs, bool outputs,
+                       bool gradients, bool everything, bool arguments) {
+             return std::make_unique<Calls>(
+                 table, python_hooks.ptr(),
+                 Calls::Options{inputs, outputs, gradients, everything, arguments});
            }),
            py::arg("table"), py::arg("python_hooks"), py::arg("inputs"), py::arg("outputs"),
-           py::arg("late_keywords"), py::arg("gradients"), py::keep_alive<1, 2>())
+           py::arg("gradients"), py::arg("everything"), py::arg("arguments"),
+           py::keep_alive<1, 2>())
       .def("add",
            [](Calls& calls, uintptr_t module, py::handle place, bool outermost, bool watched,
               bool always) {
              calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost, watched,
                        always);
            })
+      .def("ignore", [](Calls& calls,
+                        uintptr_t module) { calls.ignore(reinterpret_cast<const void*>(module)); })
       .def("remove", [](Calls& calls,
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
-      .def("forget_running", &Calls::forget_running)
       .def("set_turn", &Calls::set_turn)
       .def("set_attached", &Calls::set_attached)
       .def("set_timed",
@@ -415,25 +470,9 @@ void define_calls(py::module_& m) {
       .def("gradient_hook", &make_gradient_hook)
       .def_property_readonly("wants_gradients", &Calls::wants_gradients)
       .def_property_readonly("recomputing", &Calls::recomputing)
-      .def_property_readonly("running",
-                             [](Calls& calls) {
-                               PyObject* place = calls.running();
-                               return place ? py::reinterpret_borrow<py::object>(place)
-                                            : py::none();
-                             })
-      .def_property_readonly("before",
-                             [](py::object self) {
-                               return bound<Calls, calls_before>(std::move(self), "before",
-                                                                 "before(module, args[, kwargs])");
-                             })
-      .def_property_readonly("leaf",
-                             [](py::object self) {
-                               return bound<Calls, calls_leaf>(
-                                   std::move(self), "leaf", "leaf(module, args, kwargs, output)");
-                             })
-      .def_property_readonly("after", [](py::object self) {
-        return bound<Calls, calls_after>(std::move(self), "after",
-                                         "after(module, kwargs[, output])");
+      .def_property_readonly("running", [](Calls& calls) {
+        PyObject* place = calls.running();
+        return place ? py::reinterpret_borrow<py::object>(place) : py::none();
       });
 }
 
@@ -502,6 +541,7 @@ PYBIND11_MODULE(_C, m) {
   define_status(m);
   define_arrival(m);
   define_table(m);
+  define_door(m);
   define_calls(m);
   define_cuda(m);
   m.def("scan_once_many", &scan_once_many);

@@ -1,6 +1,7 @@
 """Types of the compiled core. Functions marked raw are METH_FASTCALL, positional only."""
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Final
 
 import numpy as np
@@ -98,8 +99,30 @@ class Table:
     def visit(self, tensor: object, row: int, /) -> int: ...
     def scan_many(self, tensors: list[Any], rows: list[int], /) -> list[tuple[int, int]]: ...
 
-class Calls:
-    """The hooks of module calls. For what is new they call `python_hooks`, which outlives them."""
+class CallObserver:
+    """Hears of module calls, while it is added."""
+
+# `owner` keeps the observer alive.
+def add_observer(observer: CallObserver, owner: object) -> None: ...
+def remove_observer(observer: CallObserver) -> None: ...
+
+# The descriptor for nn.Module._compiled_call_impl, given the code of nn.Module.__call__.
+def make_door(call_code: CodeType) -> object: ...
+
+class CallEvents(CallObserver):
+    """Calls `on_before_module(module)` and `on_after_module(module, output)` of a listener."""
+
+    def __init__(self, listener: Any) -> None: ...  # it is the owner, too
+
+class HookedCall:
+    """A module call that begins here, where hooks tell of it and not the door."""
+
+    def __init__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def returned(self, output: Any) -> None: ...
+    def raised(self) -> None: ...
+
+class Calls(CallObserver):
+    """Scans at module calls. For what is new it calls `python_hooks`, which outlives it."""
 
     def __init__(
         self,
@@ -108,18 +131,19 @@ class Calls:
         *,
         inputs: bool,
         outputs: bool,
-        late_keywords: bool,
         gradients: bool,
+        everything: bool,  # also modules that were not added
+        arguments: bool,  # tell of those of outermost calls
     ) -> None: ...
     def add(
         self, module: int, place: object, outermost: bool, watched: bool, always: bool
     ) -> None: ...  # by id
+    def ignore(self, module: int) -> None: ...  # by id
     def remove(self, module: int) -> None: ...
-    def forget_running(self) -> None: ...
     # period 0: calls are followed, and nothing is scanned; 1: all watched modules are; more: the
     # `always` modules in each step, and each other module in one of `period` steps.
     def set_turn(self, period: int, step: int) -> None: ...
-    def set_attached(self, attached: bool) -> None: ...  # False: gradients that arrive are ignored
+    def set_attached(self, attached: bool) -> None: ...  # False: nothing is watched
     def set_timed(self, timed: bool) -> None: ...
     def take_cost(self) -> tuple[int, int]: ...  # nanoseconds and calls since the last time
     def take_gradient_cost(self) -> tuple[int, int]: ...  # the same of gradient hooks
@@ -131,8 +155,3 @@ class Calls:
     def recomputing(self) -> bool: ...  # the module calls of this thread repeat a forward
     @property
     def running(self) -> Any: ...  # innermost place running in this thread, or None
-
-    # Raw.
-    def before(self, module: object, args: object, kwargs: object = ..., /) -> None: ...
-    def after(self, module: object, kwargs: object, output: object = ..., /) -> None: ...
-    def leaf(self, module: object, args: object, kwargs: object, output: object, /) -> None: ...
