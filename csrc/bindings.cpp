@@ -18,6 +18,7 @@
 #include "cuda/results.h"
 #include "door.h"
 #include "host_scan.h"
+#include "python_hooks.h"
 #include "scannable.h"
 #include "table.h"
 
@@ -379,6 +380,7 @@ class CallEvents : public CallObserver {
  private:
   template <typename... Args>
   bool tell(const char* event, Args... args) {
+    const Uncompiled scope;
     try {
       py::handle(listener_).attr(event)(py::handle(args)...);
       return true;

@@ -230,7 +230,7 @@ bool Calls::watch_gradient(Module& module, PyObject* output) {
 
 bool Calls::add_gradient_hook(Module& module, PyObject* output, PyObject* function) {
   if (!module.hooked_output || !can_share_hook(output)) return hook_in_python(module, output);
-  return succeeded(call(function, names_.register_hook_dict, module.hooked_output));
+  return succeeded(call_method(function, names_.register_hook_dict, module.hooked_output));
 }
 
 // Whether the hook dict of an earlier output serves this one. The dict holds for one output number

@@ -179,7 +179,7 @@ class Monitor:
         self._collector.scan_fully(steps)
 
     def pause(self) -> None:
-        """Watches nothing until `resume`. Nothing is detached: a call then costs what a bare one does."""
+        """Watches nothing until `resume`."""
         self._collector.pause()
         if self._follow_up is not None:
             self._follow_up.stop()

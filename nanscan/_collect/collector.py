@@ -116,18 +116,20 @@ class Collector(Listener):
         self.calls.open()
 
     def pause(self) -> None:
-        """Takes no notice of anything until `resume`."""
+        """Takes no notice of anything until `resume`. The door stays; it is for others, too."""
         self.calls.set_attached(attached=False)
+        torch_events.forget(self)
 
     def resume(self) -> None:
         """Observes again."""
+        torch_events.listen(self)
         self.calls.set_attached(attached=True)
         self._step_began = time.perf_counter()  # a pause is no part of a step
 
     def close(self) -> None:
         """Observes no more; torch is as it was before."""
+        self.pause()
         self.calls.close()
-        torch_events.forget(self)
 
     def scan_fully(self, steps: int) -> None:
         """Scans everything in this step, as far as it is still to come, and the next ones."""
