@@ -430,12 +430,12 @@ void define_door(py::module_& m) {
            py::arg("args"), py::arg("kwargs"))
       .def("returned", &HookedCall::returned)
       .def("raised", &HookedCall::raised);
-  m.def("add_observer", [](CallObserver& observer, py::handle owner) {
-    add_observer(&observer, owner.ptr());
-  });
+  m.def("add_observer",
+        [](CallObserver& observer, py::handle owner) { add_observer(&observer, owner.ptr()); });
   m.def("remove_observer", [](CallObserver& observer) { remove_observer(&observer); });
-  m.def("make_door", [](py::handle call_code) {
-    return py::reinterpret_steal<py::object>(make_door(call_code.ptr()));
+  m.def("make_door", [](const py::type& module_type, py::handle call_code) {
+    return py::reinterpret_steal<py::object>(
+        make_door(reinterpret_cast<PyTypeObject*>(module_type.ptr()), call_code.ptr()));
   });
 }
 

@@ -55,6 +55,7 @@ void Calls::ignore(const void* module) {
 }
 
 void Calls::remove(const void* module) {
+  last_key_ = nullptr;
   const auto found = modules_.find(module);
   if (found == modules_.end()) return;
   Module* entry = found->second;
@@ -63,8 +64,11 @@ void Calls::remove(const void* module) {
 }
 
 Calls::Module* Calls::find(PyObject* module) const {
+  if (last_key_ == module) return last_found_;
   const auto found = modules_.find(module);
-  return found == modules_.end() ? nullptr : found->second;
+  last_key_ = module;
+  last_found_ = found == modules_.end() ? nullptr : found->second;
+  return last_found_;
 }
 
 Calls::Stack& Calls::stack() {
@@ -111,8 +115,8 @@ bool Calls::find_or_ask(PyObject* module, Module*& entry) {
 }
 
 // Before any of an outermost call: nothing of it has run, also none of our own code.
-bool Calls::tell_outermost(PyObject* module, const Arguments& arguments) {
-  if (!options_.arguments || !stack().empty()) return true;
+bool Calls::tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running) {
+  if (!options_.arguments || !running.empty()) return true;
   PyObject* args = arguments.tuple();
   PyObject* kwargs = args ? arguments.dict() : nullptr;
   const bool done =
@@ -123,25 +127,26 @@ bool Calls::tell_outermost(PyObject* module, const Arguments& arguments) {
 }
 
 // At a call that no other call encloses: asks Python whether it repeats a forward in a backward.
-bool Calls::note_start() {
-  if (!stack().empty()) return true;
+bool Calls::note_start(Stack& running) {
+  if (!running.empty()) return true;
   PyObject* answer = call(python_hooks_, names_.on_before_forward);
-  stack().recomputing = answer == Py_True;
+  running.recomputing = answer == Py_True;
   return succeeded(answer);
 }
 
 bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
   const Stopwatch::Lap lap(stopwatch_);
+  Stack& running = stack();
   Module* entry;
-  if (!tell_outermost(module, arguments) || !find_or_ask(module, entry)) return false;
+  if (!tell_outermost(module, arguments, running) || !find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  if (!note_start()) {
+  if (!note_start(running)) {
     release(entry);
     return false;
   }
-  stack().push_back(entry);
+  running.push_back(entry);
   call = entry;  // with its reference
-  return !scans_inputs(*entry) ||
+  return !scans_inputs(*entry, running) ||
          (visit_inputs(*entry, arguments) && visit_keywords(*entry, arguments));
 }
 
@@ -186,19 +191,18 @@ bool Calls::after(void* call, PyObject*, PyObject* output) {
     running.erase(std::find(running.begin(), running.end(), entry));
   }
   const bool outermost = running.empty();
-  const bool done =
-      !output || !attached_ ||
-      ((!scans(*entry) || visit_output(*entry, output)) &&
-       (!outermost ||
-        succeeded(nanscan::call(python_hooks_, names_.on_after_forward, entry->place))));
+  const bool done = !output || !attached_ ||
+                    ((!scans(*entry) || visit_output(*entry, output, running)) &&
+                     (!outermost || succeeded(nanscan::call(python_hooks_, names_.on_after_forward,
+                                                            entry->place))));
   release(entry);
   return done;
 }
 
-bool Calls::visit_output(Module& module, PyObject* output) {
-  stack().wants_gradients = scans_gradients(module);
+bool Calls::visit_output(Module& module, PyObject* output, Stack& running) {
+  running.wants_gradients = scans_gradients(module);
   if (!options_.outputs) return !scans_gradients(module) || watch_gradient(module, output);
-  int& own_row = stack().recomputing ? module.recomputed_row : module.output_row;
+  int& own_row = running.recomputing ? module.recomputed_row : module.output_row;
   const int row = table_.visit(output, own_row);
   if (row >= 0 && row == own_row) return !scans_gradients(module) || watch_gradient(module, output);
   if (row >= 0 || row == kNotFloat) return true;

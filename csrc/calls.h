@@ -1,5 +1,5 @@
-// The observer of module calls that scans: the work at each call as long as nothing is new. Then the
-// arguments were seen before, and the output is scanned into its known row. Anything else (an
+// The observer of module calls that scans: the work at each call as long as nothing is new. Then
+// the arguments were seen before, and the output is scanned into its known row. Anything else (an
 // unknown module, a first argument, a nested structure) goes to `python_hooks`, see python_hooks.h.
 //
 // Contract: every member needs the GIL. Exceptions of `python_hooks` pass through as Python errors.
@@ -122,13 +122,13 @@ class Calls : public CallObserver {
   }
   static void release(Module* module);
   Module* find(PyObject* module) const;
-  bool tell_outermost(PyObject* module, const Arguments& arguments);
+  bool tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running);
   bool find_or_ask(PyObject* module, Module*& entry);
-  bool note_start();
+  bool note_start(Stack& running);
   Stack& stack();
   bool visit_inputs(Module& module, const Arguments& arguments);
   bool visit_keywords(Module& module, const Arguments& arguments);
-  bool visit_output(Module& module, PyObject* output);
+  bool visit_output(Module& module, PyObject* output, Stack& running);
   bool watch_gradient(Module& module, PyObject* output);
   bool add_gradient_hook(Module& module, PyObject* output, PyObject* function);
   bool can_share_hook(PyObject* output) const;
@@ -151,8 +151,9 @@ class Calls : public CallObserver {
   }
   // When few outputs are scanned, an input that was not seen before is nothing new: most come from
   // a module that was not scanned. So only the inputs of the outermost modules are scanned then.
-  bool scans_inputs(const Module& module) {
-    return options_.inputs && scans(module) && (period_ == 1 || module.outermost) && !stack().recomputing;
+  bool scans_inputs(const Module& module, const Stack& running) const {
+    return options_.inputs && scans(module) && (period_ == 1 || module.outermost) &&
+           !running.recomputing;
   }
 
   unsigned period_ = 1, step_ = 0, next_number_ = 0;
@@ -161,6 +162,9 @@ class Calls : public CallObserver {
   const std::shared_ptr<Gradients> gradients_;
   const uint64_t serial_;  // identifies this object; an address may be used again
   std::unordered_map<const void*, Module*> modules_;
+  // What was found last: a call looks for one module three times.
+  mutable const void* last_key_ = nullptr;
+  mutable Module* last_found_ = nullptr;
   std::unordered_map<unsigned long, Stack>
       stacks_;  // by thread; never erased, so pointers stay valid
   const Names names_;

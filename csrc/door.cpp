@@ -26,6 +26,8 @@ bool is_wanted(PyObject* module) {
   return false;
 }
 
+getattrofunc plain_getattr = nullptr;  // how nn.Module finds attributes
+
 PyObject* name_slot() {
   static PyObject* const name = PyUnicode_InternFromString("_compiled_call_impl");
   return name;
@@ -36,27 +38,34 @@ PyObject* name_call_impl() {
   return name;
 }
 
-// What the module itself holds: borrowed; null if it was never compiled, or with an error set.
-PyObject* own_value(PyObject* module) {
+// The module's own dict: borrowed; null with an error set if it has none.
+PyObject* dict_of(PyObject* module) {
   PyObject* dict = PyObject_GenericGetDict(module, nullptr);
-  if (!dict) return nullptr;
-  PyObject* value = PyDict_GetItemWithError(dict, name_slot());
-  Py_DECREF(dict);  // the module keeps it
+  Py_XDECREF(dict);  // the module keeps it
+  return dict;
+}
+
+// What the module itself holds under a name: borrowed; null if it is nothing or None, or with an
+// error set.
+PyObject* own_value(PyObject* module, PyObject* name) {
+  PyObject* dict = dict_of(module);
+  PyObject* value = dict ? PyDict_GetItemWithError(dict, name) : nullptr;
   return value == Py_None ? nullptr : value;
 }
 
-// Runs the module: its own compiled call, else `_call_impl`.
-PyObject* run(PyObject* module, const Arguments& arguments) {
-  if (PyObject* own = own_value(module)) {
-    Py_INCREF(own);
-    PyObject* result =
-        PyObject_Vectorcall(own, arguments.values, static_cast<size_t>(arguments.positional),
-                            arguments.keywords);
-    Py_DECREF(own);
-    return result;
-  }
-  if (PyErr_Occurred()) return nullptr;
-  // The arguments of a method follow its object.
+// The function that is the module's `_call_impl`: a look-up in the class makes no bound method. Null
+// if it is anything else, or with an error set.
+PyObject* call_function(PyObject* module) {
+  if (Py_TYPE(module)->tp_getattro != plain_getattr) return nullptr;
+  if (own_value(module, name_call_impl()) || PyErr_Occurred()) return nullptr;
+  PyObject* found =
+      PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(module)), name_call_impl());
+  if (found && !PyFunction_Check(found)) Py_CLEAR(found);
+  return found;
+}
+
+// Runs `_call_impl`, with the module before the arguments.
+PyObject* run_plain(PyObject* module, const Arguments& arguments) {
   constexpr Py_ssize_t kInline = 8;
   PyObject* few[1 + kInline];
   std::vector<PyObject*> many;
@@ -68,16 +77,33 @@ PyObject* run(PyObject* module, const Arguments& arguments) {
   }
   values[0] = module;
   std::copy(arguments.values, arguments.values + count, values + 1);
-  return PyObject_VectorcallMethod(name_call_impl(), values,
-                                   static_cast<size_t>(1 + arguments.positional),
-                                   arguments.keywords);
+  const auto positional = static_cast<size_t>(1 + arguments.positional);
+  if (PyObject* function = call_function(module)) {
+    PyObject* result = PyObject_Vectorcall(function, values, positional, arguments.keywords);
+    Py_DECREF(function);
+    return result;
+  }
+  if (PyErr_Occurred()) return nullptr;
+  return PyObject_VectorcallMethod(name_call_impl(), values, positional, arguments.keywords);
+}
+
+// Runs the module: its own compiled call, else `_call_impl`.
+PyObject* run(PyObject* module, const Arguments& arguments) {
+  if (PyObject* own = own_value(module, name_slot())) {
+    Py_INCREF(own);
+    PyObject* result =
+        PyObject_Vectorcall(own, arguments.values, static_cast<size_t>(arguments.positional),
+                            arguments.keywords);
+    Py_DECREF(own);
+    return result;
+  }
+  return PyErr_Occurred() ? nullptr : run_plain(module, arguments);
 }
 
 // ---- WatchedCall: what nn.Module.__call__ calls ------------------------------------------------
 
 struct WatchedCall {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* module;
 };
 
@@ -109,33 +135,50 @@ PyObject* watch(PyObject* module) {
 // ---- Door: the descriptor ----------------------------------------------------------------------
 
 struct Door {
-  PyObject_HEAD
-  PyObject* call_code;
+  PyObject_HEAD PyObject* call_code;
 };
 
-bool is_asked_by(PyObject* code) {
-  PyFrameObject* frame = PyEval_GetFrame();
-  if (!frame) return false;
-  PyCodeObject* running = PyFrame_GetCode(frame);
-  Py_DECREF(running);  // the frame keeps it
-  return reinterpret_cast<PyObject*>(running) == code;
+// The code object that runs: borrowed. PyEval_GetFrame makes a frame object, which counts towards
+// the next garbage collection; where CPython shows its inner frames, none is made.
+PyObject* running_code() {
+#if PY_VERSION_HEX >= 0x030C0000
+  PyThreadState* const thread = PyThreadState_Get();
+#if PY_VERSION_HEX >= 0x030D0000
+  _PyInterpreterFrame* const frame = thread->current_frame;
+#else
+  _PyInterpreterFrame* const frame = thread->cframe->current_frame;
+#endif
+  PyObject* code = frame ? PyUnstable_InterpreterFrame_GetCode(frame) : nullptr;
+  Py_XDECREF(code);  // the frame keeps it
+  return code;
+#elif PY_VERSION_HEX >= 0x030B0000
+  struct Frame {  // how _PyInterpreterFrame begins in CPython 3.11
+    PyObject *function, *globals, *builtins, *locals, *code;
+  };
+  const auto* frame = reinterpret_cast<const Frame*>(PyThreadState_Get()->cframe->current_frame);
+  return frame ? frame->code : nullptr;
+#else
+  PyFrameObject* const frame = PyEval_GetFrame();
+  PyCodeObject* code = frame ? PyFrame_GetCode(frame) : nullptr;
+  Py_XDECREF(code);
+  return reinterpret_cast<PyObject*>(code);
+#endif
 }
 
 PyObject* get(PyObject* self, PyObject* module, PyObject*) {
   if (!module) Py_RETURN_NONE;  // of the class
-  if (is_wanted(module) && is_asked_by(reinterpret_cast<Door*>(self)->call_code))
+  if (is_wanted(module) && running_code() == reinterpret_cast<Door*>(self)->call_code)
     return watch(module);
-  PyObject* own = own_value(module);
+  PyObject* own = own_value(module, name_slot());
   return own || !PyErr_Occurred() ? Py_NewRef(own ? own : Py_None) : nullptr;
 }
 
 // Module.compile() sets it; a value of null deletes it.
 int set(PyObject*, PyObject* module, PyObject* value) {
-  PyObject* dict = PyObject_GenericGetDict(module, nullptr);
+  PyObject* dict = dict_of(module);
   if (!dict) return -1;
   const int status =
       value ? PyDict_SetItem(dict, name_slot(), value) : PyDict_DelItem(dict, name_slot());
-  Py_DECREF(dict);
   if (status < 0 && PyErr_ExceptionMatches(PyExc_KeyError))
     PyErr_SetObject(PyExc_AttributeError, name_slot());
   return status;
@@ -260,8 +303,9 @@ PyObject* OpenCall::end(PyObject* output) {
   return output;
 }
 
-PyObject* make_door(PyObject* call_code) {
+PyObject* make_door(PyTypeObject* module_type, PyObject* call_code) {
   if (!ready_types()) return nullptr;
+  plain_getattr = module_type->tp_getattro;
   auto* made = PyObject_New(Door, &door_type);
   if (made) made->call_code = Py_NewRef(call_code);
   return reinterpret_cast<PyObject*>(made);

@@ -78,7 +78,8 @@ class OpenCall {
   std::vector<Entered> more_ = {};
 };
 
-// The descriptor. `call_code` is the code object of nn.Module.__call__. New reference.
-PyObject* make_door(PyObject* call_code);
+// The descriptor. `module_type` is nn.Module, `call_code` the code object of its __call__. New
+// reference.
+PyObject* make_door(PyTypeObject* module_type, PyObject* call_code);
 
 }  // namespace nanscan

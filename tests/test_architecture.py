@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "nanscan").rglob("*.py"))
 ALLOWED = {
     "_data": (),
     "_scan": ("_data",),
-    "_collect": ("_data", "_scan", "_hooks"),
+    "_collect": ("_data", "_scan"),
     "_judge": ("_data", "_collect.snapshot"),
     "_locate": (
         *("_data", "_scan", "_collect.listener", "_collect.torch_events", "_collect.modules"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import CodeType
+from types import CodeType, FunctionType
 
 from torch import nn
 
@@ -57,7 +57,7 @@ def _open() -> None:
             _SLOT,
         )
     else:
-        setattr(nn.Module, _SLOT, _C.make_door(code))
+        setattr(nn.Module, _SLOT, _C.make_door(nn.Module, code))
 
 
 def _close() -> None:
@@ -69,7 +69,7 @@ def _close() -> None:
 
 def _asking_code() -> CodeType | None:
     """The code of `nn.Module.__call__`, if it asks for the attribute and nobody has set that."""
-    code = getattr(getattr(nn.Module, "_wrapped_call_impl", None), "__code__", None)
-    if code is None or _SLOT not in code.co_names or vars(nn.Module).get(_SLOT, code) is not None:
+    call: FunctionType | None = getattr(nn.Module, "_wrapped_call_impl", None)
+    if call is None or _SLOT not in call.__code__.co_names:
         return None
-    return code
+    return call.__code__ if vars(nn.Module).get(_SLOT, call) is None else None

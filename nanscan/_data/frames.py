@@ -23,10 +23,12 @@ def is_library(file: str) -> bool:
     """Whether a file belongs to torch, nanscan, or Python's import machinery."""
     return file.startswith((*_LIBRARIES, "<frozen "))
 
+
 # What runs a graph: its own code ("<eval_with_key>"), torch.fx and the call of a module.
 _GRAPH_RUNNERS = ("<eval_with_key>", *(str(_TORCH / part) for part in ("fx", "nn/modules")))
 _COMPILERS = tuple(
-    f"{_TORCH / part}{os.sep}" for part in ("_dynamo", "_functorch", "_inductor", "_higher_order_ops")
+    f"{_TORCH / part}{os.sep}"
+    for part in ("_dynamo", "_functorch", "_inductor", "_higher_order_ops")
 )
 
 
