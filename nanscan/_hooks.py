@@ -1,4 +1,4 @@
-"""What the hooks of older versions become in a loaded model. Saved files name this module and class."""
+"""What hooks of older versions become in a loaded model: files that users saved name this class."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class Monitor:
             self._collector.resume()
 
     def close(self) -> None:
-        """Ends the watch for good; torch is as it was before. Findings and history stay readable."""
+        """Ends the watch for good. Findings and history stay readable."""
         self.pause()
         self._collector.close()
         if self in open_monitors:

@@ -22,7 +22,7 @@ ALLOWED = {
     "_collect": ("_data", "_scan"),
     "_judge": ("_data", "_collect.snapshot"),
     "_locate": (
-        *("_data", "_scan", "_collect.listener", "_collect.torch_events", "_collect.modules"),
+        *("_data", "_scan", "_collect.listener", "_collect.torch_events", "_collect.door"),
         "_collect.names",
     ),
     "_output": ("_data", "_version"),
