@@ -112,11 +112,11 @@ class Collector(Listener):
 
     def open(self) -> None:
         """Begins to observe."""
-        torch_events.listen(self)
         self.calls.open()
+        self.resume()
 
     def pause(self) -> None:
-        """Takes no notice of anything until `resume`. The door stays; it is for others, too."""
+        """Takes no notice of anything until `resume`."""
         self.calls.set_attached(attached=False)
         torch_events.forget(self)
 
@@ -127,8 +127,7 @@ class Collector(Listener):
         self._step_began = time.perf_counter()  # a pause is no part of a step
 
     def close(self) -> None:
-        """Observes no more; torch is as it was before."""
-        self.pause()
+        """Observes no more; it is paused by then."""
         self.calls.close()
 
     def scan_fully(self, steps: int) -> None:

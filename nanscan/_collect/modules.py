@@ -75,18 +75,16 @@ class ModuleCalls:
         self.core.set_turn(turn.period, turn.number)
 
     def open(self) -> None:
-        """Begins to watch."""
+        """Is told of module calls from now on, and takes notice once it is attached."""
         door.observe(self.core, self)
-        self.set_attached(attached=True)
 
     def set_attached(self, *, attached: bool) -> None:
-        """Watches, or pauses that."""
+        """Whether to take notice of calls. One flag, so pausing is cheap and removes nothing."""
         self.is_attached = attached
         self.core.set_attached(attached)
 
     def close(self) -> None:
-        """Watches no more."""
-        self.set_attached(attached=False)
+        """Is told no more."""
         door.forget(self.core)
 
     # -- what is new at a call: csrc/calls.cpp calls these by name, and does the rest itself ------
