@@ -393,6 +393,17 @@ class CallEvents : public CallObserver {
   PyObject* const listener_;
 };
 
+// Does nothing, to measure what observing costs.
+class IdleObserver : public CallObserver {
+ public:
+  bool wants(PyObject*) const override { return true; }
+  bool before(PyObject*, const Arguments&, void*& call) override {
+    call = this;
+    return true;
+  }
+  bool after(void*, PyObject*, PyObject*) override { return true; }
+};
+
 // A module call that hooks tell of, where torch does not ask at the door.
 class HookedCall {
  public:
@@ -425,6 +436,7 @@ void define_door(py::module_& m) {
   py::class_<CallObserver>(m, "CallObserver");
   py::class_<CallEvents, CallObserver>(m, "CallEvents")
       .def(py::init<py::handle>(), py::arg("listener"));
+  py::class_<IdleObserver, CallObserver>(m, "IdleObserver").def(py::init<>());
   py::class_<HookedCall>(m, "HookedCall")
       .def(py::init<py::object, const py::tuple&, const py::dict&>(), py::arg("module"),
            py::arg("args"), py::arg("kwargs"))

@@ -53,8 +53,8 @@ PyObject* own_value(PyObject* module, PyObject* name) {
   return value == Py_None ? nullptr : value;
 }
 
-// The function that is the module's `_call_impl`: a look-up in the class makes no bound method. Null
-// if it is anything else, or with an error set.
+// The function that is the module's `_call_impl`: a look-up in the class makes no bound method.
+// Null if it is anything else, or with an error set.
 PyObject* call_function(PyObject* module) {
   if (Py_TYPE(module)->tp_getattro != plain_getattr) return nullptr;
   if (own_value(module, name_call_impl()) || PyErr_Occurred()) return nullptr;
@@ -91,9 +91,8 @@ PyObject* run_plain(PyObject* module, const Arguments& arguments) {
 PyObject* run(PyObject* module, const Arguments& arguments) {
   if (PyObject* own = own_value(module, name_slot())) {
     Py_INCREF(own);
-    PyObject* result =
-        PyObject_Vectorcall(own, arguments.values, static_cast<size_t>(arguments.positional),
-                            arguments.keywords);
+    PyObject* result = PyObject_Vectorcall(
+        own, arguments.values, static_cast<size_t>(arguments.positional), arguments.keywords);
     Py_DECREF(own);
     return result;
   }

@@ -114,6 +114,9 @@ class CallEvents(CallObserver):
 
     def __init__(self, listener: Any) -> None: ...  # it is the owner, too
 
+class IdleObserver(CallObserver):
+    """Does nothing, to measure what observing costs."""
+
 class HookedCall:
     """A module call that begins here, where hooks tell of it and not the door."""
 
