@@ -1,10 +1,11 @@
-"""Shows what one call costs when the tensor is tiny: the raw scan, the public check, and a hook.
+"""Shows what one call costs when the tensor is tiny: a raw scan, a check, and a watched call.
 
 ns a call of the calling thread's CPU time, which other processes disturb least; smaller is better.
 Baselines, turn by turn in the same process: an empty pybind11 function for the raw calls,
-bool(torch.isnan(x).any()) for the check, and for the hooks the same modules bare and with an empty
-Python forward hook of the same kind: each module's own, or global. Then what the end of a step
-costs, over the number of sites.
+bool(torch.isnan(x).any()) for the check, and for watched calls the same modules bare and with an
+empty Python forward hook: each module's own, or global. Calls run under no_grad, but for those
+called "gradients", where the hook of each output's gradient is set, too. Then what the end of a
+step costs, over the number of sites.
 """
 
 from __future__ import annotations
@@ -129,9 +130,16 @@ def global_empty_hook() -> Iterator[None]:
 
 @contextmanager
 def hooks_alone(model: nn.Module | None, **options: Any) -> Iterator[None]:
-    """The hooks of nanscan, with the end of the step left to the end of the turn."""
+    """Watched by nanscan, with the end of the step left to the end of the turn."""
     with nanscan.watch(model, **options) as monitor:
         monitor.step()
+        yield
+
+
+@contextmanager
+def grad_mode(active: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """The same with autograd on."""
+    with active(), torch.enable_grad():
         yield
 
 
@@ -143,9 +151,12 @@ def module_calls(make: Callable[[], nn.Module]) -> dict[str, Contender]:
     def contender(active: Callable[[], AbstractContextManager[object]]) -> Contender:
         def run() -> None:
             for _ in range(FORWARDS):
-                stack(x)
+                stack(x.requires_grad_(torch.is_grad_enabled()))
 
         return Contender(run, FORWARDS * DEPTH, active)
+
+    def with_gradients(active: Callable[[], AbstractContextManager[object]]) -> Contender:
+        return contender(partial(grad_mode, active))
 
     contexts = {
         "bare": nullcontext,
@@ -158,7 +169,13 @@ def module_calls(make: Callable[[], nn.Module]) -> dict[str, Contender]:
         "global nanscan, outputs": partial(hooks_alone, None, kinds=("output",)),
         "global nanscan": partial(hooks_alone, None),
     }
-    return {name: contender(active) for name, active in contexts.items()}
+    contenders = {name: contender(active) for name, active in contexts.items()}
+    all_kinds = partial(hooks_alone, stack, kinds=tuple(nanscan.Kind))
+    return contenders | {
+        "bare, gradients": with_gradients(nullcontext),
+        "empty hook, gradients": with_gradients(partial(own_hooks, stack, empty_hook)),
+        "nanscan, gradients": with_gradients(all_kinds),
+    }
 
 
 def step_ends() -> dict[str, Contender]:
@@ -219,12 +236,15 @@ def main() -> None:
     bars = [Bar("raw scan - empty pybind11 call", 250, extra, at_least=False, unit=" ns")]
     groups = {"function calls": calls}
     for title, make in {"Identity": nn.Identity, "Linear(4, 4)": partial(nn.Linear, 4, 4)}.items():
-        times = interleave(module_calls(make), rounds=50)
+        with torch.no_grad():
+            times = interleave(module_calls(make), rounds=100)
         groups[f"call of {title}"] = times
-        for kind in ("", "global "):
-            extra = difference(times[f"{kind}nanscan"], times[f"{kind}empty hook"])
-            name = f"{title}: {kind}nanscan - {kind}empty hook"
-            bars.append(Bar(name, 1000, extra, at_least=False, unit=" ns"))
+        for kind, case, most in (("", "", 0.8), ("global ", "", 0.8), ("", ", gradients", 1.5)):
+            bare = times[f"bare{case}"]
+            ours = difference(times[f"{kind}nanscan{case}"], bare).median
+            hook = difference(times[f"{kind}empty hook{case}"], bare).median
+            name = f"{title}{case}: {kind}nanscan / {kind}empty hook, time added"
+            bars.append(Bar(name, most, Spread.of([ours / hook]), at_least=False))
     groups["end of a step"] = interleave(step_ends(), rounds=50)
     nanscan.disable()
     for title, times in groups.items():
