@@ -68,11 +68,11 @@ def enable(  # noqa: PLR0913 - options by name
         every_n_steps: scan one step of every n.
         warmup_steps: number of first steps in which nothing is scanned.
         max_overhead: largest share of a step's time, such as 0.02, that nanscan may take on the
-            host, and its scans on the device. To stay below it, parameters, buffers and moments are scanned
-            only in some steps. If that is not enough, module outputs and their gradients take turns
-            too. Always scanned are the loss, parameter gradients, and outputs of the outermost
-            modules and of their direct children. After a fault the next steps are scanned in full.
-            `Monitor.coverage` lists what is scanned less often.
+            host, and its scans on the device. To stay below it, parameters, buffers and moments are
+            scanned only in some steps. If that is not enough, module outputs and their gradients
+            take turns too. Always scanned are the loss, parameter gradients, and outputs of the
+            outermost modules and of their direct children. After a fault the next steps are scanned
+            in full. `Monitor.coverage` lists what is scanned less often.
         skip_step: skip an optimizer step if a gradient that it would use is non-finite. Parameters
             and optimizer state then keep exactly the same bits, and gradients stay as they are.
             Everything else continues: the closure's loss is returned, a scheduler steps, and the
