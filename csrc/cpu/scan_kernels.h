@@ -60,7 +60,13 @@ Doubles widen(const int32_t* p) {
   Half bits;
   __builtin_memcpy(&bits, p, sizeof bits);
   if constexpr (!kSubnormals) {
-    return __builtin_convertvector(reinterpret_cast<HalfFloats>(bits), Doubles);
+    float values[kDoubles];
+    __builtin_memcpy(values, p, sizeof values);
+    alignas(kVectorBytes) double wide[kDoubles];  // GCC splits a __builtin_convertvector in two
+    for (size_t i = 0; i < kDoubles; ++i) wide[i] = values[i];
+    Doubles result;
+    __builtin_memcpy(&result, wide, sizeof result);
+    return result;
   } else {  // as Kernel::float_bits: a flush-to-zero mode changes nothing
     constexpr int64_t kRebias = int64_t{1023 - 127} << 52;
     const Wide wide = __builtin_convertvector(bits, Wide);
