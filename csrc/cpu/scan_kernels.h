@@ -29,7 +29,8 @@ using Words = typename VectorOf<int32_t>::type;
 Floats as_floats(Words words) { return reinterpret_cast<Floats>(words); }
 Words as_words(Floats floats) { return reinterpret_cast<Words>(floats); }
 
-// Sums of one run: in many lanes, so that few roundings lie between an element and the total.
+// Sums of one run. At most 128 / sizeof(Int) additions in a lane, 5 of the lanes, and one for each
+// run lie between an element and the total: that many roundings bound the error.
 struct Sums {
   Doubles sum[kUnroll] = {}, sumsq[kUnroll] = {};
 
@@ -39,10 +40,10 @@ struct Sums {
   }
 
   static double total(const Doubles (&v)[kUnroll]) {
-    const Doubles folded = (v[0] + v[1]) + (v[2] + v[3]);
-    double result = folded[0];
-    for (size_t i = 1; i < kDoubles; ++i) result += folded[i];
-    return result;
+    Doubles folded = (v[0] + v[1]) + (v[2] + v[3]);
+    for (size_t width = kDoubles / 2; width > 0; width /= 2)
+      for (size_t i = 0; i < width; ++i) folded[i] += folded[i + width];
+    return folded[0];
   }
 
   void add_to(BlockTotals& t) const {
@@ -52,30 +53,28 @@ struct Sums {
 };
 
 // The float32 at p as doubles.
-template <bool kSubnormals>
 Doubles widen(const int32_t* p) {
-  using Half = VectorOf<int32_t, kVectorBytes / 2>::type;
-  using HalfFloats = VectorOf<float, kVectorBytes / 2>::type;
+  float values[kDoubles];
+  __builtin_memcpy(values, p, sizeof values);
+  double wide[kDoubles];  // GCC makes one instruction of this, but two of __builtin_convertvector
+  for (size_t i = 0; i < kDoubles; ++i) wide[i] = values[i];
+  Doubles result;
+  __builtin_memcpy(&result, wide, sizeof result);
+  return result;
+}
+
+// The same where some may be subnormal: exact also in a flush-to-zero mode, as float_bits below.
+Doubles widen_subnormals(const int32_t* p) {
   using Wide = VectorOf<int64_t>::type;
-  Half bits;
+  constexpr int64_t kRebias = int64_t{1023 - 127} << 52;
+  VectorOf<int32_t, kVectorBytes / 2>::type bits;
   __builtin_memcpy(&bits, p, sizeof bits);
-  if constexpr (!kSubnormals) {
-    float values[kDoubles];
-    __builtin_memcpy(values, p, sizeof values);
-    alignas(kVectorBytes) double wide[kDoubles];  // GCC splits a __builtin_convertvector in two
-    for (size_t i = 0; i < kDoubles; ++i) wide[i] = values[i];
-    Doubles result;
-    __builtin_memcpy(&result, wide, sizeof result);
-    return result;
-  } else {  // as Kernel::float_bits: a flush-to-zero mode changes nothing
-    constexpr int64_t kRebias = int64_t{1023 - 127} << 52;
-    const Wide wide = __builtin_convertvector(bits, Wide);
-    const Doubles smallest = reinterpret_cast<Doubles>(Wide{} + (kRebias + (int64_t{1} << 52)));
-    const Doubles biased = reinterpret_cast<Doubles>(((wide & INT32_MAX) << 29) + kRebias);
-    const Doubles excess = biased - smallest;
-    const Doubles magnitude = biased + (excess < 0 ? excess : Doubles{});
-    return reinterpret_cast<Doubles>(reinterpret_cast<Wide>(magnitude) | (wide & INT64_MIN));
-  }
+  const Wide wide = __builtin_convertvector(bits, Wide);
+  const Doubles smallest = reinterpret_cast<Doubles>(Wide{} + (kRebias + (int64_t{1} << 52)));
+  const Doubles biased = reinterpret_cast<Doubles>(((wide & INT32_MAX) << 29) + kRebias);
+  const Doubles excess = biased - smallest;
+  const Doubles magnitude = biased + (excess < 0 ? excess : Doubles{});
+  return reinterpret_cast<Doubles>(reinterpret_cast<Wide>(magnitude) | (wide & INT64_MIN));
 }
 
 template <bool kSubnormals>
@@ -83,7 +82,10 @@ void add_sums(const int32_t* floats, size_t n, BlockTotals& t) {
   Sums sums;
   for (size_t i = 0; i < n; i += kUnroll * kDoubles) {
 #pragma GCC unroll 4
-    for (int u = 0; u < kUnroll; ++u) sums.add(u, widen<kSubnormals>(floats + i + u * kDoubles));
+    for (int u = 0; u < kUnroll; ++u) {
+      const int32_t* p = floats + i + u * kDoubles;
+      sums.add(u, kSubnormals ? widen_subnormals(p) : widen(p));
+    }
   }
   sums.add_to(t);
 }
@@ -303,8 +305,7 @@ struct Kernel {
     t.subnormals += total(subnormals);
   }
 
-  // Adds the moments of n elements, a multiple of kStep. Each run has its own sums, in many lanes:
-  // so few roundings lie between an element and the total.
+  // Adds the moments of n elements, a multiple of kStep.
   static void add_moments(const Int* p, size_t n, BlockTotals& t) {
     for (size_t begin = 0; begin < n; begin += kRun) {
       const size_t run = n - begin < kRun ? n - begin : kRun;
@@ -340,7 +341,7 @@ struct Kernel {
     t.subnormals += total(subnormals);
   }
 
-  // The same for fewer elements than kStep. They are padded with zeros.
+  // Adds the moments of fewer elements than kStep. They are padded with zeros.
   static void add_moments_of_rest(const Int* p, size_t n, BlockTotals& t) {
     if (n == 0) return;
     Int padded[kStep] = {};
