@@ -36,11 +36,11 @@ def check(x: torch.Tensor, *, moments: bool = False) -> ScanResult:
         tensor's current stream; the first one on a device loads the kernels. A tensor on a device
         without kernels is copied to the host.
     """
-    row = _C.scan_once(x, moments)
-    if not isinstance(row, int):
-        return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
+    result = _C.check(x, moments)
+    if result.__class__ is ScanResult:
+        return result
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - a subclass may redefine anything
-        return _check_other(x, row, moments=moments)
+        return _check_other(x, result, moments=moments)
 
 
 def _check_other(x: torch.Tensor, status: int, *, moments: bool) -> ScanResult:
@@ -105,21 +105,28 @@ def check_many(tensors: Any, *, moments: bool = False) -> Any:
 
     Synchronization: as for `check`.
     """
-    leaves, structure = pytree.tree_flatten(tensors)
-    rows = _C.scan_once_many(leaves, moments)
-    results: list[ScanResult | None] = []
-    for position, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
-        if leaf is None:
-            results.append(None)
-        elif not isinstance(row, int):
-            results.append(ScanResult(row, tuple(leaf.shape), leaf.dtype, moments=moments))
-        else:
-            try:
-                results.append(check(leaf, moments=moments))
-            except (TypeError, ValueError) as error:
-                where = pytree.keystr(pytree.tree_flatten_with_path(tensors)[0][position][0])
-                raise type(error)(f"{error} (at {where or 'the root'})") from None
-    return pytree.tree_unflatten(results, structure)
+    try:
+        return _C.check_tree(tensors, moments, _open, pytree.tree_unflatten)
+    except (TypeError, ValueError):
+        _raise_where(tensors, moments=moments)
+        raise
+
+
+def _open(x: Any, moments: bool) -> ScanResult | tuple[list[Any], pytree.TreeSpec]:  # noqa: FBT001
+    """The result of an unusual leaf; of a registered node its children, and how to make it again."""
+    children, spec = pytree.tree_flatten(x, is_leaf=lambda child: child is not x)
+    return check(x, moments=moments) if spec.is_leaf() else (children, spec)
+
+
+def _raise_where(tensors: Any, *, moments: bool) -> None:
+    """Raises what `check` raises for the first leaf that is wrong, and names the leaf."""
+    for path, leaf in pytree.tree_flatten_with_path(tensors)[0]:
+        try:
+            if leaf is not None:
+                check(leaf, moments=moments)
+        except (TypeError, ValueError) as error:
+            where = pytree.keystr(path) or "the root"
+            raise type(error)(f"{error} (at {where})") from None
 
 
 def assert_finite(x: torch.Tensor, name: str | None = None) -> None:
