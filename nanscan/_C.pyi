@@ -42,6 +42,7 @@ class PendingScan:
     def wait(self) -> bytes: ...
 
 def scan_once(tensor: object, moments: bool, /) -> bytes | PendingScan | int: ...  # raw
+
 class ResultBase:
     """The row of a scan with the shape and dtype of its tensor. A number waits for the scan."""
 
@@ -91,6 +92,7 @@ class ResultBase:
 # The class of the results that check makes, and torch's dtypes in the order of DTYPES. Once.
 def initialize_results(result_type: type[ResultBase], dtypes: tuple[torch.dtype, ...]) -> None: ...
 def check(tensor: object, moments: bool, /) -> Any: ...  # a ScanResult or a status; raw
+
 # For what is no plain tensor, list, tuple, dict or None, `open(x, moments)` returns its result, or
 # its children and the spec with which `close(results, spec)` makes the like of it.
 def check_tree(

@@ -169,9 +169,7 @@ class ScanResult(_C.ResultBase):
         return f"ScanResult({dtype} {shape}, {body})"
 
 
-def _restored(
-    row: bytes, shape: tuple[int, ...], dtype: torch.dtype, moments: bool
-) -> ScanResult:
+def _restored(row: bytes, shape: tuple[int, ...], dtype: torch.dtype, moments: bool) -> ScanResult:
     return ScanResult(row, shape, dtype, moments=moments)
 
 

@@ -107,26 +107,27 @@ def check_many(tensors: Any, *, moments: bool = False) -> Any:
     """
     try:
         return _C.check_tree(tensors, moments, _open, pytree.tree_unflatten)
-    except (TypeError, ValueError):
-        _raise_where(tensors, moments=moments)
-        raise
+    except _WrongLeafError as wrong:
+        leaf, error = wrong.args
+    paths = pytree.tree_flatten_with_path(tensors)[0]
+    found = (pytree.keystr(path) or "the root" for path, other in paths if other is leaf)
+    where = next(found, "a leaf that its node makes anew")
+    raise type(error)(f"{error} (at {where})") from None
 
 
-def _open(x: Any, moments: bool) -> ScanResult | tuple[list[Any], pytree.TreeSpec]:  # noqa: FBT001
-    """The result of an unusual leaf; of a registered node its children, and how to make it again."""
+class _WrongLeafError(Exception):
+    """What `check` raised for a leaf of a tree: the leaf, and the error."""
+
+
+def _open(x: Any, moments: bool) -> ScanResult | tuple[list[Any], pytree.TreeSpec]:
+    """An unusual leaf's result; a registered node's children, and how to make the node again."""
     children, spec = pytree.tree_flatten(x, is_leaf=lambda child: child is not x)
-    return check(x, moments=moments) if spec.is_leaf() else (children, spec)
-
-
-def _raise_where(tensors: Any, *, moments: bool) -> None:
-    """Raises what `check` raises for the first leaf that is wrong, and names the leaf."""
-    for path, leaf in pytree.tree_flatten_with_path(tensors)[0]:
-        try:
-            if leaf is not None:
-                check(leaf, moments=moments)
-        except (TypeError, ValueError) as error:
-            where = pytree.keystr(path) or "the root"
-            raise type(error)(f"{error} (at {where})") from None
+    if not spec.is_leaf():
+        return children, spec
+    try:
+        return check(x, moments=moments)
+    except (TypeError, ValueError) as error:
+        raise _WrongLeafError(x, error) from None
 
 
 def assert_finite(x: torch.Tensor, name: str | None = None) -> None:
