@@ -259,20 +259,19 @@ def test_memory_does_not_grow():
             ScanResult(b"", (), torch.float32)
         nanscan.check(X)
 
-    def count():
+    def grown():
         gc.collect()
-        return sys.getallocatedblocks()
+        before = sys.getallocatedblocks()
+        for _ in range(300):
+            use()
+        gc.collect()
+        return sys.getallocatedblocks() - before
 
-    for _ in range(20):
-        use()
-    before = (
-        count(),
-        sys.getrefcount(torch.float32),
-        sys.getrefcount(X),
-        sys.getrefcount(ScanResult),
-    )
-    for _ in range(300):
-        use()
-    after = count(), sys.getrefcount(torch.float32), sys.getrefcount(X), sys.getrefcount(ScanResult)
-    assert after[0] - before[0] < 150  # half a block for each use
-    assert after[1:] == before[1:]
+    def references():
+        return [sys.getrefcount(x) for x in (torch.float32, X, ScanResult)]
+
+    grown()
+    before = references()
+    # What leaks grows in each round; what Python keeps for later use grows in the first ones.
+    assert min(grown() for _ in range(4)) < 30
+    assert references() == before
