@@ -2,10 +2,10 @@
 
 ns a call of the calling thread's CPU time, which other processes disturb least; smaller is better.
 Baselines, turn by turn in the same process: an empty pybind11 function for the raw calls,
-bool(torch.isnan(x).any()) for the check, and for watched calls the same modules bare and with an
-empty Python forward hook: each module's own, or global. Calls run under no_grad, but for those
-called "gradients", where the hook of each output's gradient is set, too. Then what the end of a
-step costs, over the number of sites.
+bool(torch.isnan(x).any()) for the check, a loop of checks for check_many, and for watched calls the
+same modules bare and with an empty Python forward hook: each module's own, or global. Calls run
+under no_grad, but for those called "gradients", where the hook of each output's gradient is set,
+too. Then what the end of a step costs, over the number of sites.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import nanscan
 from nanscan import _C
 
 CALLS = 1000  # of a function a turn
+MANY = 5000  # tensors of a check_many
 DEPTH = 50  # modules in a stack
 FORWARDS = 5  # of a stack a turn
 SITES = [10, 100, 1000]
@@ -96,8 +97,37 @@ def function_calls() -> dict[str, Contender]:
         "raw scan": repeat(table.scan, x, row),
         "raw visit, seen tensor": repeat(table.visit, x, row),
         "raw visit, new tensor": Contender(visit_new, CALLS),
+        "nanscan.check(x), not read": repeat(nanscan.check, x),
         "nanscan.check(x).is_finite": repeat(lambda: nanscan.check(x).is_finite),
         "bool(isnan(x).any())": repeat(lambda: bool(torch.isnan(x).any())),
+    }
+
+
+def many_checks() -> dict[str, Contender]:
+    """Checks of MANY tensors of 4 x 4, in containers of three kinds. No result is read."""
+    tensors = [torch.randn(4, 4) for _ in range(MANY)]
+    parameters = {f"block.{i}.weight": nn.Parameter(x) for i, x in enumerate(tensors)}
+    nested = [
+        {"weights": tensors[i : i + 25], "state": tuple(tensors[i + 25 : i + 50])}
+        for i in range(0, MANY, 50)
+    ]
+
+    def loop() -> None:
+        results = []
+        for tensor in tensors:
+            results.append(nanscan.check(tensor))  # noqa: PERF401 - what users write
+
+    def isnan_loop() -> None:
+        results = []
+        for tensor in tensors:
+            results.append(torch.isnan(tensor).any())  # noqa: PERF401 - what users write
+
+    return {
+        "isnan(x).any() in a loop": Contender(isnan_loop, MANY),
+        "check in a loop": Contender(loop, MANY),
+        "check_many of a list": Contender(lambda: nanscan.check_many(tensors), MANY),
+        "check_many of parameters": Contender(lambda: nanscan.check_many(parameters), MANY),
+        "check_many, nested": Contender(lambda: nanscan.check_many(nested), MANY),
     }
 
 
@@ -195,6 +225,11 @@ def difference(of: list[float], to: list[float]) -> Spread:
     return Spread.of(np.subtract(of, to))
 
 
+def quotient(of: list[float], to: list[float]) -> Spread:
+    """Round by round."""
+    return Spread.of(np.divide(of, to))
+
+
 def show(report: Report, title: str, times: Times) -> None:
     """Table and JSON of one comparison."""
     spreads = {name: Spread.of(t) for name, t in times.items()}
@@ -214,7 +249,7 @@ def plot(groups: dict[str, Times]) -> Figure:
         spreads = [Spread.of(t) for t in times.values()]
         medians = [s.median for s in spreads]
         errors = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
-        baselines = ("bare", "empty", "isnan", "bool", "global empty")
+        baselines = ("bare", "empty", "isnan", "bool", "global empty", "check in a loop")
         colors = ["silver" if name.startswith(baselines) else "tab:red" for name in times]
         bars = ax.barh(list(times), medians, xerr=errors, color=colors, ecolor="gray")
         ax.bar_label(bars, [f"{m:.0f}" for m in medians], padding=6)
@@ -233,8 +268,14 @@ def main() -> None:
     gc.disable()
     calls = interleave(function_calls(), rounds=100)
     extra = difference(calls["raw scan"], calls["empty pybind11 call"])
+    many = interleave(many_checks(), rounds=30)
     bars = [Bar("raw scan - empty pybind11 call", 250, extra, at_least=False, unit=" ns")]
-    groups = {"function calls": calls}
+    ratio = quotient(calls["nanscan.check(x).is_finite"], calls["bool(isnan(x).any())"])
+    bars.append(Bar("check(x).is_finite / bool(isnan(x).any())", 0.35, ratio, at_least=False))
+    for name in ("check_many of a list", "check_many of parameters", "check_many, nested"):
+        ratio = quotient(many[name], many["check in a loop"])
+        bars.append(Bar(f"{name} / check in a loop", 1, ratio, at_least=False))
+    groups = {"function calls": calls, f"{MANY} tensors": many}
     for title, make in {"Identity": nn.Identity, "Linear(4, 4)": partial(nn.Linear, 4, 4)}.items():
         with torch.no_grad():
             times = interleave(module_calls(make), rounds=100)

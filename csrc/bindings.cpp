@@ -14,11 +14,13 @@
 #include <type_traits>
 
 #include "calls.h"
+#include "check.h"
 #include "cpu/scan.h"
 #include "cuda/results.h"
 #include "door.h"
 #include "host_scan.h"
 #include "python_hooks.h"
+#include "scan_result.h"
 #include "scannable.h"
 #include "table.h"
 
@@ -56,18 +58,6 @@ bool expect_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
   return false;
 }
 
-// Scans that belong to no table. All views are on one device.
-std::vector<std::unique_ptr<cuda::PendingScan>> start_scans(const std::vector<TensorView>& views,
-                                                            bool moments) {
-  const cuda::Device& device = *cuda::Device::find(views.front().device.id);
-  return cuda::PendingScan::start(device, views, moments, stream_of(device));
-}
-
-// Whether a scan needs a launch. That of an empty tensor does not.
-bool is_launched(const TensorView& view) {
-  return view.device.type == dlpack::kCUDA && view.elements > 0;
-}
-
 py::bytes scan_now(const TensorView& view, bool moments) {
   const Row row = scan_once(view, moments);
   return py::bytes(reinterpret_cast<const char*>(&row), sizeof row);
@@ -80,6 +70,9 @@ PyObject* guarded(F&& f) {
     return py::object(f()).release().ptr();
   } catch (const cuda::Error& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  } catch (py::error_already_set& error) {
+    error.restore();
     return nullptr;
   }
 }
@@ -114,6 +107,14 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (status != kOk) return PyLong_FromLong(status);
   if (!is_launched(view)) return scan_now(view, moments != 0).release().ptr();
   return guarded([&] { return py::cast(std::move(start_scans({view}, moments != 0).front())); });
+}
+
+// check(tensor, moments: bool) -> ScanResult, or a negative status.
+PyObject* check_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments(count, 2, 2)) return nullptr;
+  const int moments = PyObject_IsTrue(args[1]);
+  if (moments < 0) return nullptr;
+  return guarded([&] { return check(args[0], moments != 0); });
 }
 
 // hook(gradient)
@@ -228,16 +229,11 @@ std::vector<int> merge_arrival(Arrival& arrival, ByteArray rows, OrderArray orde
   return arrival.merge_into(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
-// By DType: torch's name, and whether torch has complex numbers of two such values.
-struct DTypeTraits {
-  const char* name;
-  bool has_complex;
-};
-constexpr DTypeTraits kDTypes[] = {
-#define NANSCAN_TRAITS(dtype, torch_name, storage, exponent, mantissa, bias, family, dlpack_code) \
-  {#torch_name, dlpack::dlpack_code == dlpack::kFloat},
-    NANSCAN_DTYPES(NANSCAN_TRAITS)
-#undef NANSCAN_TRAITS
+// torch's names, by DType.
+constexpr const char* kDTypeNames[] = {
+#define NANSCAN_NAME(dtype, torch_name, ...) #torch_name,
+    NANSCAN_DTYPES(NANSCAN_NAME)
+#undef NANSCAN_NAME
 };
 
 const RowContext& context_of(const Table& table, int row) {
@@ -250,7 +246,7 @@ const RowContext& context_of(const Table& table, int row) {
 // torch's name of a dtype, or of the complex dtype of two such values.
 std::string name_of(DType dtype, bool is_complex) {
   if (is_complex) return "complex" + std::to_string(2 * 8 * item_size(dtype));
-  return kDTypes[static_cast<int>(dtype)].name;
+  return kDTypeNames[static_cast<int>(dtype)];
 }
 
 py::object as_tuple(DType dtype, bool is_complex, const int64_t* sizes, size_t count) {
@@ -495,7 +491,7 @@ py::tuple dtype_names() {
   py::list names;
   for (int i = 0; i < kDTypeCount; ++i) names.append(name_of(static_cast<DType>(i), false));
   for (int i = 0; i < kDTypeCount; ++i)
-    if (kDTypes[i].has_complex) names.append(name_of(static_cast<DType>(i), true));
+    if (has_complex(static_cast<DType>(i))) names.append(name_of(static_cast<DType>(i), true));
   return names;
 }
 
@@ -532,6 +528,17 @@ void initialize(py::type tensor, py::type parameter, py::capsule exchange) {
     throw py::error_already_set();
 }
 
+void define_check(py::module_& m) {
+  m.attr("ResultBase") = py::reinterpret_steal<py::object>(make_result_base());
+  m.def("initialize_results", [](py::handle result_type, py::handle dtypes) {
+    if (!initialize_results(result_type.ptr(), dtypes.ptr())) throw py::error_already_set();
+  });
+  m.attr("check") = builtin(method<check_raw>("check", "check(tensor, moments)"), m);
+  m.def("check_tree", [](py::handle tree, bool moments, py::handle open, py::handle close) {
+    return check_tree(tree.ptr(), moments, open.ptr(), close.ptr());
+  });
+}
+
 void use_variant(const std::string& name) {
   if (cpu::use_variant(name.c_str())) return;
   std::string known;
@@ -558,6 +565,7 @@ PYBIND11_MODULE(_C, m) {
   define_door(m);
   define_calls(m);
   define_cuda(m);
+  define_check(m);
   m.def("scan_once_many", &scan_once_many);
   m.def("describe", &describe);
   m.attr("scan_once") =

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from typing_extensions import Self
 
 # Statuses: why a tensor was not scanned (csrc/tensor_view.h).
 NOT_PLAIN: Final[int]
@@ -41,6 +43,65 @@ class PendingScan:
     def wait(self) -> bytes: ...
 
 def scan_once(tensor: object, moments: bool, /) -> bytes | PendingScan | int: ...  # raw
+
+class ResultBase:
+    """The row of a scan with the shape and dtype of its tensor. A number waits for the scan."""
+
+    def __new__(
+        cls,
+        row: Any,  # a PendingScan, or a buffer of 128 bytes, which is copied
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        moments: bool = False,
+    ) -> Self: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def nan_count(self) -> int: ...
+    @property
+    def posinf_count(self) -> int: ...
+    @property
+    def neginf_count(self) -> int: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def _max_key(self) -> int: ...
+    @property
+    def _min_key(self) -> int: ...
+    @property
+    def _first_bad(self) -> int: ...
+    @property
+    def _sum(self) -> float: ...
+    @property
+    def _sumsq(self) -> float: ...
+    @property
+    def _zeros(self) -> int: ...
+    @property
+    def _subnormals(self) -> int: ...
+    @property
+    def _has_moments(self) -> bool: ...
+    @property
+    def _pending(self) -> PendingScan | None: ...  # until its row was read
+    @property
+    def _row(self) -> bytes: ...
+
+# The class of the results that check makes, and torch's dtypes in the order of DTYPES. Once.
+def initialize_results(result_type: type[ResultBase], dtypes: tuple[torch.dtype, ...]) -> None: ...
+def check(tensor: object, moments: bool, /) -> Any: ...  # a ScanResult or a status; raw
+
+# For what is no plain tensor, list, tuple, dict or None, `open(x, moments)` returns its result, or
+# its children and the spec with which `close(results, spec)` makes the like of it.
+def check_tree(
+    tree: Any,
+    moments: bool,
+    open: Callable[[Any, bool], Any],  # noqa: A002
+    close: Callable[[list[Any], Any], Any],
+) -> Any: ...
 def scan_once_many(tensors: list[Any], moments: bool) -> list[bytes | PendingScan | int]: ...
 def describe(tensor: object) -> tuple[str, tuple[int, ...]] | None: ...  # dtype and shape
 

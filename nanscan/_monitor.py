@@ -122,7 +122,7 @@ class Monitor:
             nearest = difflib.get_close_matches(name, names, _NEAREST, cutoff=0.4)
             hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
             raise KeyError(f"nanscan: nothing was scanned at {name!r}{hint}")
-        return self._table.history.of(names[name])
+        return dict(self._table.history.of(names[name]))
 
     def coverage(self) -> Coverage:
         """Returns what is watched, and what is not watched and why."""
