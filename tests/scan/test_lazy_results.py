@@ -49,6 +49,7 @@ def test_the_memory_of_a_row_may_be_used_again(form, mixed):
     assert repr(result) == repr(nanscan.check(mixed, moments=True))
 
 
+@pytest.mark.usefixtures("seeded_and_without_trace")
 def test_findings_show_their_step_after_the_table_and_its_history_were_used_again():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     monitor = nanscan.enable(model, history=2, action="log")
@@ -67,6 +68,7 @@ def test_findings_show_their_step_after_the_table_and_its_history_were_used_agai
     assert kept["nan"].tolist() == [0, 0]
 
 
+@pytest.mark.usefixtures("seeded_and_without_trace")
 def test_a_history_has_all_of_its_arrays_and_keeps_what_was_read():
     model = nn.Sequential(nn.Linear(2, 2))
     monitor = nanscan.enable(model, action="log")
