@@ -48,6 +48,9 @@ class RowHistory(Mapping[str, Numbers]):
         """How many arrays there are."""
         return 1 + len(_NUMBERS)
 
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
 
 class History:
     """A ring of the rows of so many steps; it grows with the table.

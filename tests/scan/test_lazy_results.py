@@ -79,6 +79,7 @@ def test_a_history_has_all_of_its_arrays_and_keeps_what_was_read():
     assert list(history) == names
     assert len(history) == len(names)
     assert history["absmax"] is history["absmax"]
+    assert repr(history) == repr(dict(history))
     with pytest.raises(KeyError):
         history["mean"]
     restored = pickle.loads(pickle.dumps(history))
