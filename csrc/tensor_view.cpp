@@ -6,8 +6,8 @@ namespace {
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 const dlpack::ExchangeApi* exchange = nullptr;
-PyObject* is_neg = nullptr;  // methods of torch.Tensor, so that a call needs no look-up
-PyObject* is_conj = nullptr;
+PyObject* name_is_neg = nullptr;
+PyObject* name_is_conj = nullptr;
 
 constexpr int code_and_bits(int code, int bits) { return code << 8 | bits; }
 
@@ -30,8 +30,9 @@ int format_of(dlpack::DataType type, bool& is_complex) {
 
 // The truth of a method without arguments. An exception counts as true: the caller then refuses the
 // tensor, and Python looks at it.
-bool call_bool(PyObject* method, PyObject* object) {
-  PyObject* result = PyObject_Vectorcall(method, &object, 1, nullptr);
+bool call_bool(PyObject* object, PyObject* method) {
+  PyObject* result =
+      PyObject_VectorcallMethod(method, &object, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (!result) {
     PyErr_Clear();
     return true;
@@ -89,10 +90,10 @@ bool initialize_torch(PyObject* tensor, PyObject* parameter, PyObject* capsule) 
   // These references are kept for the life of the process.
   tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor));
   parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
-  is_neg = PyObject_GetAttrString(tensor, "is_neg");
-  is_conj = PyObject_GetAttrString(tensor, "is_conj");
+  name_is_neg = PyUnicode_InternFromString("is_neg");
+  name_is_conj = PyUnicode_InternFromString("is_conj");
   exchange = api;
-  return is_neg && is_conj;
+  return name_is_neg && name_is_conj;
 }
 
 bool is_plain_tensor(PyObject* object) {
@@ -126,8 +127,8 @@ Status view_tensor(PyObject* object, TensorView& view, LazyBits lazy_bits) {
   }
   // NOTES: these methods release the GIL and take it again, which costs as much as all else here.
   if (lazy_bits == LazyBits::kAlwaysAsk || view.is_complex || every_other) {
-    if (call_bool(is_neg, object)) return kLazyBit;
-    if (view.is_complex && call_bool(is_conj, object)) return kLazyBit;
+    if (call_bool(object, name_is_neg)) return kLazyBit;
+    if (view.is_complex && call_bool(object, name_is_conj)) return kLazyBit;
   }
   if (view.is_complex) {
     dims.size[dims.count] = 2;
