@@ -16,8 +16,8 @@ struct Observers : std::vector<Registered> {
 };
 
 Observers& observers() {
-  static Observers all;
-  return all;
+  static auto* const all = new Observers;  // never deleted: threads may still run at exit
+  return *all;
 }
 
 bool is_wanted(PyObject* module) {
