@@ -25,7 +25,7 @@ from nanscan._collect.table import Table
 from nanscan._data.finding import Finding, Located
 from nanscan._data.location import Location
 from nanscan._data.site import Kind, Site
-from nanscan._judge.episode import Judge
+from nanscan._judge.judge import Judge
 from nanscan._locate.follow_up import FollowUp
 from nanscan._options import Options, ignores, wants
 from nanscan._output.save import Saver
@@ -76,7 +76,6 @@ class Monitor:
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
         self._ahead: list[Finding] = []  # made amid a step, whose end they wait for
         self._to_report: deque[Finding] = deque()  # to sinks
-        self._is_announced = False  # the fault that began this episode was reported
         self._model = None if model is None else weakref.ref(model)
         self._collector.open()
         open_monitors.append(self)
@@ -85,8 +84,12 @@ class Monitor:
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings so far, oldest first; the last 10,000 are kept."""
-        return list(self._findings)
+        """All findings so far, oldest first; the last 10,000 are kept. Never blocks.
+
+        Those of the step at hand are among them, as far as their scans have arrived on the host.
+        """
+        self._look()
+        return [*self._findings, *self._ahead]
 
     @property
     def located(self) -> list[Located]:
@@ -99,9 +102,18 @@ class Monitor:
         return self._collector.tracker.step
 
     @property
-    def healthy(self) -> bool:
-        """True if the last judged step and all parameters were finite. Never blocks."""
-        return not self._judge.in_episode
+    def healthy(self) -> bool | None:
+        """Whether all that a checkpoint would hold was finite when it was last scanned.
+
+        That is parameters, buffers and, where they are scanned, moments of optimizers. A bad batch
+        that left no trace in them changes nothing. None while nothing was scanned. Never blocks.
+        """
+        self._look()
+        return self._judge.is_healthy if self._table.nodes else None
+
+    def _look(self) -> None:
+        """Judges what the step at hand has scanned so far, if something in it is bad."""
+        self._collector.look()
 
     def history(self, site: Site | str) -> dict[str, npt.NDArray[Any]]:
         """Returns the statistics of one site in the last steps.
@@ -243,11 +255,12 @@ class Monitor:
     def on_record(self, record: StepRecord) -> None:
         """Judges a record and, unless it is judged ahead, hands what is new to the sinks."""
         new = self._judge.judge(record)
-        faults = [finding for finding in new if finding.is_fault]
-        if faults:
+        if self._judge.is_unsure:
+            self.scan_fully(1)
+        if any(finding.news == "new" for finding in new):
             self.scan_fully()
-        self._save(faults, record)
-        self._add_affected(faults)
+        self._save(new, record)
+        self._add_affected(new)
         self._ahead += new
         if not record.is_ahead:
             self._release(record)
@@ -262,35 +275,34 @@ class Monitor:
         if self._follow_up is not None:
             self._follow_up.on_before_forward(step)
 
-    def _save(self, faults: list[Finding], record: StepRecord) -> None:
-        """Saves the first fault of an episode, while inputs still are what they were."""
-        if self._saver is None or self._inputs is None or not faults or self._is_announced:
+    def _save(self, new: list[Finding], record: StepRecord) -> None:
+        """Saves the first new fault of a step, while inputs still are what they were."""
+        first = next((finding for finding in new if finding.news == "new"), None)
+        if self._saver is None or self._inputs is None or first is None:
             return
-        if any(finding.is_fault for finding in self._ahead):
+        if any(finding.news == "new" for finding in self._ahead):
             return
-        node = next((node for node in record.nodes if node.site == faults[0].site), None)
-        self._saver.save(faults[0], None if node is None else node.place, record.calls)
+        node = next((node for node in record.nodes if node.site == first.site), None)
+        self._saver.save(first, None if node is None else node.place, record.calls)
         self._inputs.is_needed = not self._saver.is_done
 
-    def _add_affected(self, faults: list[Finding]) -> None:
-        """Adds what went bad later in a step to the fault that was found ahead in it."""
+    def _add_affected(self, new: list[Finding]) -> None:
+        """Adds what went bad later in a step to the faults that were found ahead in it."""
         for position, finding in enumerate(self._ahead):
-            if finding.is_fault and not self._is_announced:
-                affected = finding.affected + tuple(fault.site for fault in faults)
+            if finding.news:
+                later = [f.site for f in new if f.episode == finding.episode and not f.news]
+                affected = (*finding.affected, *later)
                 self._ahead[position] = dataclasses.replace(finding, affected=affected)
-                return
 
     def _release(self, record: StepRecord) -> None:
-        """Keeps findings, and reports the first fault of an episode and what is no fault."""
+        """Keeps findings; reports faults that are news, and what is no fault."""
         new, self._ahead = self._ahead, []
-        first = next((finding for finding in new if finding.is_fault), None)
-        to_report = None if self._is_announced else first
-        self._is_announced = self._judge.in_episode  # before reporting: a sink may raise
+        first = next((finding for finding in new if finding.news == "new"), None)
         if first is not None and self._follow_up is not None:
             self._follow_up.want(first)
         self._findings.extend(new)
         self._found += len(new)
-        self._to_report += [f for f in new if not f.is_fault or f is to_report]
+        self._to_report += [finding for finding in new if finding.news or not finding.is_fault]
         while self._to_report:
             finding = self._to_report.popleft()
             for sink in self._sinks:

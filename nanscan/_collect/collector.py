@@ -345,6 +345,8 @@ class Collector(Listener):
         plan = self.optimizers.plan(optimizer)
         if plan is not None and self.calls.is_attached:
             self._scan_gradients(optimizer, plan)
+            if self.turn.slow:
+                self._parameters.scan_buffers()  # the forward has changed them all the same
             outcome = Outcome(id(optimizer), True, scaler.get_scale())
             self._optimizer_stepped(optimizer, outcome)
 
@@ -366,6 +368,13 @@ class Collector(Listener):
             self._act(self.tracker.on_before_forward())
             self.records.look(self.turn)
             self.records.deliver(wait=True)
+
+    def look(self) -> None:
+        """Has what is known to be bad in the unfinished step judged. Never blocks."""
+        with self.records.lock:
+            self.records.deliver()
+            if self.records.has_bad_rows:
+                self.records.look_ahead(self.turn)
 
     def _act(self, decision: Decision) -> None:
         """Does what the tracker decided."""

@@ -221,12 +221,11 @@ class Registry:
         for key in dict(module.named_buffers(recurse=False)) if scripted else module._buffers:  # noqa: SLF001
             if key not in owner.buffers:
                 full = f"{name}.{key}".removeprefix(".")
-                owner.buffers[key] = SinglePlace(full, owner, Kind.BUFFER)
-                owner.buffers[key].watched = owner.watched and self._wants(full, None)
-                owner.buffers[key].is_statistic = key.startswith("running_") and isinstance(
-                    module, _NormBase
-                )
-                self._buffers.append((reference, key, owner.buffers[key]))
+                place = owner.buffers[key] = SinglePlace(full, owner, Kind.BUFFER)
+                place.watched = owner.watched and self._wants(full, None)
+                place.is_statistic = key.startswith("running_") and isinstance(module, _NormBase)
+                place.is_saved = key not in getattr(module, "_non_persistent_buffers_set", ())
+                self._buffers.append((reference, key, place))
 
     def _ignore(self, module: nn.Module) -> None:
         """A graph that a compiler made and runs is no module of the user's."""

@@ -39,7 +39,7 @@ class ParameterScans:
         self._backward_order: dict[ParameterPlace, int] = {}  # where no optimizer has a plan
 
     def sweep(self, place: ModulePlace) -> Sweep | None:
-        """What the parameters of a model hold before it first runs.
+        """What the parameters and buffers of a model hold before it first runs.
 
         Not in their rows, which are given out here: these are for what the optimizer's step leaves.
 
@@ -52,17 +52,26 @@ class ParameterScans:
         outermost = place
         while outermost.parent is not None:
             outermost = outermost.parent
-        if outermost.swept or Kind.PARAM not in self._kinds:
+        if outermost.swept or not self._kinds & {Kind.PARAM, Kind.BUFFER}:
             return None
         outermost.swept = True
         swept: list[tuple[torch.Tensor, Node]] = []
-        for module, owner in self._registry.modules():
-            if owner.is_inside(outermost):
-                for parameter in module.parameters(recurse=False):
-                    known = self._registry.parameter(parameter, "")
-                    if known is not None and known.watched and known.param.row < 0:
-                        self._scanner.table.add(known.param)
-                        swept.append((parameter, known.param))
+        if Kind.PARAM in self._kinds:
+            for module, owner in self._registry.modules():
+                if owner.is_inside(outermost):
+                    for parameter in module.parameters(recurse=False):
+                        known = self._registry.parameter(parameter, "")
+                        if known is not None and known.watched:
+                            swept.append((parameter, known.param))
+        if Kind.BUFFER in self._kinds:
+            swept += [
+                (buffer, place.node)
+                for buffer, place in self._registry.buffers()
+                if place.is_inside(outermost) and _is_float(buffer)
+            ]
+        swept = [(x, node) for x, node in swept if node.row < 0]
+        for _, node in swept:
+            self._scanner.table.add(node)
         scans = self._scanner.scan_apart(swept)
         # Nobody knows when, and if, a CUDA graph that is being recorded will run.
         captured = any(isinstance(scan, _C.PendingScan) and scan.captured for _, scan, _ in scans)
@@ -104,14 +113,14 @@ class ParameterScans:
         if Kind.PARAM in self._kinds:
             live = self._registry.live_parameters()
             self._scanner.scan_all([(parameter, place.param) for parameter, place in live])
-        self._scan_buffers()
+        self.scan_buffers()
 
     def scan_after_step(self, optimizer: Optimizer, plan: Plan) -> None:
         """Scans what an optimizer's step changed: parameters, moments; and changed buffers."""
         parameters = parameters_of(optimizer)
         if Kind.PARAM in self._kinds:
             self._scanner.scan_all([(parameters[i], place.param) for i, place in plan.watched])
-        self._scan_buffers()
+        self.scan_buffers()
         if Kind.STATE in self._kinds:
             self._scanner.scan_all(
                 [
@@ -121,13 +130,13 @@ class ParameterScans:
                 ]
             )
 
-    def _scan_buffers(self) -> None:
+    def scan_buffers(self) -> None:
         """Scans the buffers that changed, such as running statistics, not masks and tables."""
         if Kind.BUFFER not in self._kinds:
             return
         changed = []
         for buffer, place in self._registry.buffers():
-            if not (buffer.is_floating_point() or buffer.is_complex()):
+            if not _is_float(buffer):
                 continue
             state = id(buffer), buffer._version  # noqa: SLF001 - no public spelling
             # torch's batch_norm changes running statistics, and leaves their version as it was.
@@ -135,3 +144,7 @@ class ParameterScans:
                 self._buffers[place] = state
                 changed.append((buffer, place.node))
         self._scanner.scan_all(changed)
+
+
+def _is_float(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

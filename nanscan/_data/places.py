@@ -96,14 +96,16 @@ class SinglePlace(Place):
     Attributes:
         is_statistic: a running statistic of a normalisation layer: never a mask, and changed by
             torch without a change of its version.
+        is_saved: a buffer that a checkpoint holds.
     """
 
-    __slots__ = ("is_statistic", "node")
+    __slots__ = ("is_saved", "is_statistic", "node")
 
     def __init__(self, name: str, parent: ModulePlace | None, kind: Kind) -> None:
         super().__init__(name, parent)
         self.node = Node(self, kind)
         self.is_statistic = False
+        self.is_saved = True
 
     def nodes(self) -> Iterator[Node]:
         """All that was seen there."""

@@ -16,7 +16,8 @@ class Kind(str, Enum):
         is_gradient: autograd computes it.
         is_scaled: a GradScaler multiplies it: the loss and all gradients.
         is_trained: it changes with each optimizer step, so it shows whether training diverges.
-        may_be_mask: -Inf alone in it is most likely a mask.
+        may_be_mask: -Inf alone in it is most likely a mask or a banned logit.
+        is_saved: a checkpoint holds it.
         comes_late: it may come up after the forward of the outermost module.
     """
 
@@ -27,17 +28,18 @@ class Kind(str, Enum):
     is_scaled: bool
     is_trained: bool
     may_be_mask: bool
+    is_saved: bool
     comes_late: bool
 
     INPUT = "input", "input", "default forward trained mask"
-    OUTPUT = "output", "output", "default forward trained"
+    OUTPUT = "output", "output", "default forward trained mask"
     GRAD_OUTPUT = "grad_output", "gradient of the output", "gradient scaled trained late"
     GRAD = "grad", "gradient", "default gradient scaled trained late"
-    PARAM = "param", "parameter", "default trained"
-    BUFFER = "buffer", "buffer", "default mask"
-    STATE = "state", "optimizer state", ""
+    PARAM = "param", "parameter", "default trained saved"
+    BUFFER = "buffer", "buffer", "default mask saved"
+    STATE = "state", "optimizer state", "saved"
     LOSS = "loss", "loss", "default forward scaled trained late"
-    PROBE = "probe", "probe", "default forward trained late"
+    PROBE = "probe", "probe", "default forward trained mask late"
 
     def __new__(cls, text: str, phrase: str = "", traits: str = "") -> Kind:  # noqa: PYI034
         """A member, from its text, its phrase and the names of the traits that it has."""
@@ -48,7 +50,7 @@ class Kind(str, Enum):
         kind.is_default, kind.is_forward = "default" in has, "forward" in has
         kind.is_gradient, kind.is_scaled = "gradient" in has, "scaled" in has
         kind.is_trained, kind.may_be_mask = "trained" in has, "mask" in has
-        kind.comes_late = "late" in has
+        kind.is_saved, kind.comes_late = "saved" in has, "late" in has
         return kind
 
     @classmethod

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nanscan._collect.snapshot import StepRecord
 from nanscan._data.finding import Finding, Seen, Verdict
-from nanscan._data.places import ModulePlace, Node, ParameterPlace, SinglePlace
+from nanscan._data.places import ModulePlace, Node, ParameterPlace
 from nanscan._data.result import ScanResult
 from nanscan._data.site import Kind, Site
 from nanscan._judge.evidence import Evidence, StepEvidence
+from nanscan._judge.provenance import Provenance
 
 _BEFORE = 5  # sites shown before a finding
 
@@ -42,39 +43,37 @@ class StepVerdicts:
     Args:
         record: the record.
         rank: of this process.
-        bad_parameters: parameters that are bad, by row, as last scanned; kept up to date.
-        bad_before: other rows that were bad before it.
+        provenance: which of its bad rows follow from which.
+        lasting: parameters, buffers and moments that were bad before it, by row, as last scanned.
     """
 
     def __init__(
         self,
         record: StepRecord,
         rank: int,
-        bad_parameters: Mapping[int, ScanResult],
-        bad_before: Iterable[int],
+        provenance: Provenance,
+        lasting: Mapping[int, ScanResult],
     ) -> None:
         self._record = record
         self._rank = rank
-        self._bad_parameters = bad_parameters
-        self._earlier = {*bad_parameters, *bad_before}  # rows already bad
-        self._made = False  # whether something went bad in this step that no caller handed in
+        self._provenance = provenance
+        self._lasting = lasting
+        self._bad = {*provenance.bad, *lasting}
         self._evidence = StepEvidence(record)
-
-    def note(self, row: int) -> None:
-        """From here on this row counts as bad for what comes after it."""
-        self._earlier.add(row)
-        node = self._record.nodes[row]
-        self._made |= node.kind is not Kind.INPUT or node.place.parent is not None
-
-    def in_order(self, rows: Iterable[int]) -> list[int]:
-        """Bad rows in the order in which they went bad."""
-        return sorted(rows, key=lambda row: int(self._record.rows[row]["ticket"]))
 
     # -- verdicts ----------------------------------------------------------------------------------
 
-    def judge(self, row: int) -> Evidence:
-        """Verdict and surroundings of a bad row."""
-        return self._build(row, self._conclude(row))
+    def judge(self, row: int, addition: str = "") -> Evidence:
+        """Verdict and surroundings of a bad row.
+
+        Args:
+            row: the row.
+            addition: what else is to be said of the verdict.
+        """
+        conclusion = self._conclude(row)
+        if addition:
+            conclusion = replace(conclusion, how=f"{conclusion.how}; {addition}")
+        return self._build(row, conclusion)
 
     def _conclude(self, row: int) -> _Conclusion:
         conclusion = self._conclude_of_scans(row)
@@ -92,57 +91,22 @@ class StepVerdicts:
             return _Conclusion("origin", "it was so before its model first ran")
         if self._record.spoiled:
             return _Conclusion("origin", self._record.spoiled)
-        if node.kind is Kind.INPUT:
-            return self._conclude_of_input(row, node)
-        if self._was_handed_bad_values(row, node):
+        if row in self._provenance.handed_in:
+            return _Conclusion(
+                "propagated", "the caller gave it non-finite values", from_outside=True
+            )
+        if self._provenance.sources.get(row):
             return _Conclusion("propagated", _HOW["propagated"])
+        if node.kind is Kind.INPUT:
+            around = node.place.parent
+            where = f", in the forward of {around.name}" if around is not None else ""
+            return _Conclusion(
+                "origin", f"made by code outside of any module{where}", self._between(row)
+            )
         if node.kind in (Kind.LOSS, Kind.PROBE):
             return _Conclusion("origin", "made by code outside of any module", self._between(row))
         between = self._between(row) if node.kind.is_gradient else None
         return _Conclusion("origin", "made here", between)
-
-    def _conclude_of_input(self, row: int, node: Node) -> _Conclusion:
-        around = node.place.parent
-        by_code = node.computed or around is not None
-        between = self._between(row) if by_code else None
-        if around is None and between is None and not self._made:
-            return _Conclusion(
-                "propagated", "the caller gave it non-finite values", from_outside=True
-            )
-        if self._earlier:
-            return _Conclusion("propagated", _HOW["propagated"])
-        where = f", in the forward of {around.name}" if around is not None else ""
-        return _Conclusion("origin", f"made by code outside of any module{where}", between)
-
-    def _was_handed_bad_values(self, row: int, node: Node) -> bool:
-        place = node.place
-        if node.kind is Kind.OUTPUT and isinstance(place, ModulePlace):
-            sources = place.input_sources()
-            if not sources:  # inputs are not watched
-                return bool(self._earlier - {row})
-            sources |= place.parameter_sources()
-            nodes = self._record.nodes
-            inside = {r for r in self._earlier if nodes[r].place.is_inside(place)}
-            return bool((sources | inside) & self._earlier - {row})
-        if node.kind is Kind.PARAM and isinstance(place, ParameterPlace):
-            return bool(place.grad.sources & self._earlier)
-        is_first = self._record.rows[row]["first_bad_call"] == 1  # else: after clipping
-        if node.kind is Kind.GRAD and is_first and place.parent is not None:
-            gradients = self._gradients_of(place.parent)
-            if gradients:  # what its backward was given is known
-                return bool((gradients | place.parent.input_sources()) & self._earlier)
-        return bool(self._earlier - {row})
-
-    def _gradients_of(self, place: ModulePlace) -> set[int]:
-        """Rows of this step with the gradients that reached a module's outputs.
-
-        None for a module that a checkpoint ran again: what went into it then is not known.
-        """
-        if any(self._record.was_scanned(node.row) for node in place.recomputed.walk()):
-            return set()
-        nodes = [node.gradient for node in place.outputs.walk() if node.gradient is not None]
-        rows = {row for node in nodes for row in (node.row, *node.sources)}
-        return {row for row in rows if self._record.was_scanned(row)}
 
     def _unscanned_before(self, row: int) -> list[Site]:
         """Outputs that a full step scans between this row and the last finite one before it."""
@@ -151,7 +115,7 @@ class StepVerdicts:
             return []
         earlier = [r for r in range(len(order)) if 0 < order[r] < order[row]]
         scanned = [r for r in earlier if record.rows[r]["calls"]]
-        finite = [order[r] for r in scanned if r not in self._earlier]
+        finite = [order[r] for r in scanned if r not in self._bad]
         missing = [
             r
             for r in earlier
@@ -234,8 +198,10 @@ class StepVerdicts:
     def _given(self, node: Node) -> list[Seen]:
         """What a site was made from: a module's inputs, a parameter's gradient and moments."""
         place, sources = node.place, set[int]()
+        bad = self._provenance.sources.get(node.row, set())
         if node.kind is Kind.OUTPUT and isinstance(place, ModulePlace):
-            sources = place.input_sources() | place.parameter_sources() & self._earlier
+            own = {r for r in bad if self._record.nodes[r].kind in (Kind.PARAM, Kind.BUFFER)}
+            sources = place.input_sources() | own
         elif node.kind in (Kind.PARAM, Kind.STATE) and isinstance(place, ParameterPlace):
             sources = place.grad.sources
         rows = sorted(sources - {-1, node.row})
@@ -256,7 +222,7 @@ class StepVerdicts:
 
     def _seen(self, rows: Iterable[int], *, as_known: bool = False) -> list[Seen]:
         """Rows of this step, and parameters that were bad before; `as_known`: as they were then."""
-        known, record = self._bad_parameters, self._record
+        known, record = self._lasting, self._record
         return [
             (
                 record.nodes[row].site,
@@ -267,11 +233,3 @@ class StepVerdicts:
             for row in rows
             if row in known or record.was_scanned(row)
         ]
-
-
-def is_mask(record: StepRecord, row: int) -> bool:
-    """Whether a bad row looks like a mask: -Inf alone in an input or buffer."""
-    values, node = record.rows[row], record.nodes[row]
-    if not node.kind.may_be_mask or values["nan"] or values["posinf"]:
-        return False
-    return not (isinstance(node.place, SinglePlace) and node.place.is_statistic)

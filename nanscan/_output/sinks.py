@@ -23,7 +23,7 @@ class Sink:
     """
 
     def on_finding(self, finding: Finding) -> None:
-        """Gets the first fault of an episode, and each finding that is not a fault."""
+        """Gets each fault that is news, and each finding that is not a fault."""
 
     def on_located(self, located: Located) -> None:
         """Gets the op behind a finding, found in a later step by `enable(locate=True)`."""
@@ -58,7 +58,7 @@ class _Standard(Sink):
         warn(f"nanscan: {located}")
 
     def _on_fault(self, finding: Finding, text: str) -> None:
-        """The first fault of an episode, and its report."""
+        """A fault that is news, and its report."""
 
 
 class Warn(_Standard):
@@ -69,10 +69,13 @@ class Warn(_Standard):
 
 
 class Raise(_Standard):
-    """Raises a NonFiniteError for each fault; a location, which comes steps later, is a warning."""
+    """Raises a NonFiniteError for each new fault; warns of one that goes on, and of locations."""
 
     def _on_fault(self, finding: Finding, text: str) -> None:
-        raise NonFiniteError(text, finding=finding)
+        if finding.news == "again":
+            warn(text)
+        else:
+            raise NonFiniteError(text, finding=finding)
 
 
 class Log(_Standard):

@@ -1,0 +1,375 @@
+"""Judge: judges records in order, and remembers what is bad from one to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nanscan._collect.snapshot import StepRecord
+from nanscan._data.finding import Finding
+from nanscan._data.places import ModulePlace, SinglePlace
+from nanscan._data.result import ScanResult
+from nanscan._data.row import nonfinite
+from nanscan._data.site import Kind, Site
+from nanscan._data.text import share
+from nanscan._judge.causes import causes, unlikely
+from nanscan._judge.episode import Episode, Episodes
+from nanscan._judge.evidence import Evidence
+from nanscan._judge.near_limit import is_near
+from nanscan._judge.provenance import Provenance, is_unset
+from nanscan._judge.step import StepVerdicts
+
+_GROWS = 1.5  # times as many bad elements as before: something else made them, too
+_MAX_TOLD = 3  # new episodes of one step; more are in `findings`
+
+Group = list[int]  # rows with one root, in the order in which they went bad
+
+
+class Judge:
+    """From records to findings.
+
+    What is bad falls into episodes, one for each origin. A fault that does not follow from what is
+    known begins an episode of its own, and is told. In an episode each row is reported once. What
+    goes on is told again at growing intervals; what comes and goes is told twice, then at
+    intervals.
+
+    Bad values that a caller handed in and that the model took out again are a note, given once.
+
+    Args:
+        near_limit: share of a dtype's largest value from which a finite value is reported.
+        rank: of this process.
+        max_skips: skipped optimizer steps in a row that are a scale search, and no fault yet.
+        ignores: whether a site with this dtype is of no interest.
+
+    Attributes:
+        is_unsure: a step that did not scan everything had something new, which may be a fault of
+            its own.
+    """
+
+    def __init__(
+        self,
+        near_limit: float,
+        rank: int,
+        *,
+        max_skips: int,
+        ignores: Callable[[Site, torch.dtype], bool],
+    ) -> None:
+        self.is_unsure = False
+        self._near_limit = near_limit
+        self._rank = rank
+        self._max_skips = max_skips
+        self._ignores = ignores
+        self._episodes = Episodes()
+        self._lasting: dict[int, ScanResult] = {}  # parameters and the like that are bad, by row
+        self._unset: set[int] = set()  # of these, buffers that hold no values yet
+        self._tolerated: set[int] = set()  # rows that were bad in a step and led to nothing
+        self._noted: set[int] = set()  # roots of which a note was given
+        self._near: set[int] = set()  # rows reported as near the limit, still there
+        self._latest: set[int] = set()  # rows that were bad in the last whole record
+        self._saved: dict[int, bool] = {}  # rows of `_lasting`: whether a checkpoint holds them
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether all that a checkpoint holds was finite when it was last scanned."""
+        return not any(self._saved[row] for row in self._lasting if row not in self._unset)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something that was reported may be over: then each record matters."""
+        return bool(self._episodes or self._near)
+
+    def judge(self, record: StepRecord) -> list[Finding]:
+        """What is new in a step, in the order in which it happened; complete findings."""
+        self.is_unsure = False
+        if not (record.notable or self.is_waiting):
+            return []  # and so `_latest` is empty
+        bad = self._bad(record)
+        self._unset |= {row for row in bad if is_unset(record, row)}
+        provenance = self._trace(record, bad)
+        step = StepVerdicts(record, self._rank, provenance, self._lasting)
+        news = [step.describe(row, "near-limit") for row in self._newly_near(record, set(bad))]
+        faults, notes = self._sort(record, provenance)
+        rows = [row for row in bad if any(row in group for group in faults)]
+        if record.is_whole:
+            self._latest = set(rows)
+        if record.skips and rows and all(record.nodes[row].kind.is_scaled for row in rows):
+            news += self._skipped(step, record, rows)
+        else:
+            news += self._faults(step, record, provenance, faults)
+            news += self._notes(step, notes)
+        self._update_lasting(record, bad)
+        news += self._recovered(step, record, set(rows))
+        return [_complete(evidence) for evidence in news]
+
+    def _trace(self, record: StepRecord, bad: list[int]) -> Provenance:
+        return Provenance(
+            record,
+            bad,
+            lasting=self._lasting,
+            before=self._latest if record.continues else (),
+            tolerated=self._tolerated,
+            unset=self._unset,
+            near_limit=self._near_limit,
+        )
+
+    def _sort(
+        self, record: StepRecord, provenance: Provenance
+    ) -> tuple[list[Group], list[Group]]:
+        """Groups that are faults, and those that are notes. -Inf that led to nothing is neither."""
+        faults, notes = [], []
+        for group in provenance.groups():
+            is_note = False
+            is_silent = provenance.quiet.issuperset(group)
+            if not is_silent:
+                root = provenance.roots[group[0]]
+                is_note = root in provenance.handed_in and not provenance.leads_on(group)
+                (notes if is_note else faults).append(group)
+            if (is_silent or is_note) and record.is_whole:
+                self._tolerated.update(group)
+        return faults, notes
+
+    # -- faults ------------------------------------------------------------------------------------
+
+    def _faults(
+        self, step: StepVerdicts, record: StepRecord, provenance: Provenance, groups: list[Group]
+    ) -> list[Evidence]:
+        reports = [each for group in groups for each in self._reports(record, provenance, group)]
+        position = {row: position for position, row in enumerate(provenance.bad)}
+        reports.sort(key=lambda report: position[report.row])
+        told = [report for report in reports if report.news]
+        for report in told[_MAX_TOLD:]:
+            report.news = ""
+        for report in told[:_MAX_TOLD]:
+            report.episode.tell(record.step)
+        found = [self._evidence(step, report) for report in reports]
+        for report, evidence in zip(reports, found, strict=True):
+            if report.news:
+                evidence.affected = tuple(
+                    other.finding.site
+                    for other in found
+                    if other is not evidence
+                    and (len(told) == 1 or other.finding.episode == report.episode.number)
+                )
+        bad = [row for group in groups for row in group if row not in provenance.quiet]
+        absorbed = step.absorbed(bad) if told else None
+        return found if absorbed is None else [*found, absorbed]
+
+    def _evidence(self, step: StepVerdicts, report: _Report) -> Evidence:
+        if report.how:
+            evidence = step.describe(report.row, "origin", report.how)
+        else:
+            evidence = step.judge(report.row, report.addition)
+        evidence.finding = dataclasses.replace(
+            evidence.finding, episode=report.episode.number, news=report.news
+        )
+        return evidence
+
+    def _reports(
+        self, record: StepRecord, provenance: Provenance, group: Group
+    ) -> list[_Report]:
+        """What is to be reported of rows with one root; notes that they are bad."""
+        root = provenance.roots[group[0]]
+        episode, is_new = self._episode_of(record, provenance, root)
+        episode.note(record.step)
+        is_due = episode.is_due(record.step)
+        reports = [
+            _Report(episode, row)
+            for row in group
+            if row not in episode.rows and (is_due or not episode.flaps)
+        ]
+        grown = [] if is_new else self._grown(record, provenance, episode, group)
+        for row in group:
+            self._episodes.add(episode, row, _share(record, row))
+        if is_new and reports:
+            reports[0].news = "new"
+            reports[0].addition = episode.count if episode.comebacks else ""
+        elif is_due:
+            first = root if root in group else group[0]
+            again = _Report(episode, first, "again", episode.count)
+            reports = [again, *(each for each in reports if each.row != first)]
+        return reports + [each for each in grown if each.row not in {r.row for r in reports}]
+
+    def _episode_of(
+        self, record: StepRecord, provenance: Provenance, root: int
+    ) -> tuple[Episode, bool]:
+        """The episode of a root, and whether it is news."""
+        episode = self._episodes.of(root)
+        if episode is not None and not self._is_of_its_own(record, episode, root):
+            return episode, False
+        if episode is None and self._episodes and self._may_follow(record, provenance, root):
+            self.is_unsure = True
+            return next(iter(self._episodes)), False
+        return self._episodes.begin(root, record.step)
+
+    def _is_of_its_own(self, record: StepRecord, episode: Episode, root: int) -> bool:
+        """Whether a row that followed from an episode is bad now though the episode's root is fine."""
+        first = episode.root
+        if root == first or root in self._lasting or not record.turn.is_full:
+            return False
+        is_fine = record.was_scanned(first) and not record.rows[first]["ticket"]
+        return is_fine and not self._lasting.keys() & episode.rows.keys()
+
+    def _may_follow(self, record: StepRecord, provenance: Provenance, root: int) -> bool:
+        """Whether what a row was made from was not scanned in this step."""
+        if record.turn.is_full or root in provenance.handed_in:
+            return False
+        node = record.nodes[root]
+        if node.kind is not Kind.OUTPUT or not isinstance(node.place, ModulePlace):
+            return True
+        return not any(map(record.was_scanned, node.place.input_sources()))
+
+    def _grown(
+        self, record: StepRecord, provenance: Provenance, episode: Episode, group: Group
+    ) -> list[_Report]:
+        """Outputs with far more bad elements than in any step before, of inputs with no more."""
+
+        def grows(row: int, factor: float) -> bool:
+            return _share(record, row) >= factor * episode.rows.get(row, 0.0)
+
+        found = []
+        for row in group:
+            sources = provenance.sources.get(row, set())
+            if (
+                row in episode.rows
+                and record.step > episode.began
+                and record.nodes[row].kind is Kind.OUTPUT
+                and grows(row, _GROWS)
+                and not any(source in self._lasting or grows(source, 1.01) for source in sources)
+            ):
+                was, now = episode.rows[row], _share(record, row)
+                how = (
+                    f"made here: {share(now, 1)} of its elements are bad, at most {share(was, 1)} "
+                    "before" + (", of inputs that are no worse" if sources else "")
+                )
+                found.append(_Report(episode, row, "new", how=how))
+        return found
+
+    # -- what is no fault --------------------------------------------------------------------------
+
+    def _notes(self, step: StepVerdicts, groups: list[Group]) -> list[Evidence]:
+        """Bad values that a caller handed in and that ended inside of the model."""
+        found = []
+        for group in groups:
+            if group[0] not in self._noted:
+                self._noted.add(group[0])
+                found.append(step.absorbed(group) or step.describe(group[0], "absorbed"))
+        return found
+
+    def _skipped(self, step: StepVerdicts, record: StepRecord, bad: list[int]) -> list[Evidence]:
+        """A step that a GradScaler skipped."""
+        if record.skips == self._max_skips:
+            evidence = step.describe(
+                bad[0],
+                "persistent-overflow",
+                f"the GradScaler skipped {record.skips} steps in a row, this one at a scale of "
+                f"{record.scale:g}",
+            )
+            evidence.finding = dataclasses.replace(evidence.finding, news="new")
+        elif record.skips == 1:
+            evidence = step.describe(
+                bad[0],
+                "scale-search",
+                f"the GradScaler skipped the step and lowered its scale of {record.scale:g}",
+            )
+        else:
+            return []
+        evidence.affected = tuple(record.nodes[row].site for row in bad[1:])
+        return [evidence]
+
+    def _recovered(self, step: StepVerdicts, record: StepRecord, bad: set[int]) -> list[Evidence]:
+        """The ends of episodes."""
+        if not record.is_whole or record.continues:
+            return []
+        over = [
+            episode
+            for episode in self._episodes
+            if not (episode.rows.keys() & bad or episode.rows.keys() & self._lasting.keys())
+        ]
+        for episode in over:
+            self._episodes.end(episode)
+        how = "all that was scanned in this step is finite"
+        if bad:
+            how = "so is all that followed from it"
+        found = []
+        for episode in over:
+            # Its root, or, where its tensor is another one's in this step, the next that is seen.
+            seen = (row for row in (episode.root, *sorted(episode.rows)) if record.was_scanned(row))
+            row = next(seen, next(record.scanned(), None))
+            if row is not None and not episode.flaps:
+                found.append(step.describe(row, "recovered", how))
+        return found
+
+    # -- which rows count --------------------------------------------------------------------------
+
+    def _bad(self, record: StepRecord) -> list[int]:
+        """Rows that are bad and not ignored, in the order in which they went bad."""
+        tickets = {row: int(record.rows[row]["ticket"]) for row in record.notable}
+        bad = (row for row, ticket in tickets.items() if ticket and not self._ignored(row, record))
+        return sorted(bad, key=tickets.__getitem__)
+
+    def _newly_near(self, record: StepRecord, bad: set[int]) -> list[int]:
+        near = {
+            row
+            for row in record.notable
+            if row not in bad
+            and is_near(record, row, self._near_limit)
+            and not self._ignored(row, record)
+        }
+        new = sorted(near - self._near)
+        unseen = {row for row in self._near if not record.was_scanned(row)}
+        self._near = near | unseen
+        return new
+
+    def _ignored(self, row: int, record: StepRecord) -> bool:
+        described = record.describe(row)
+        dtype = getattr(torch, described[0]) if described else torch.float32
+        return self._ignores(record.nodes[row].site, dtype)
+
+    def _update_lasting(self, record: StepRecord, bad: list[int]) -> None:
+        for row in [row for row in self._lasting if record.was_scanned(row)]:
+            del self._lasting[row]
+        for row in bad:
+            if record.nodes[row].kind.is_saved:
+                self._lasting[row] = record.result(row)
+                place = record.nodes[row].place
+                self._saved[row] = not isinstance(place, SinglePlace) or place.is_saved
+
+
+@dataclass
+class _Report:
+    """A finding to be made of a bad row.
+
+    Attributes:
+        episode: that it belongs to.
+        row: the row.
+        news: as in `Finding`.
+        addition: what is to be said beside the verdict.
+        how: why it is an origin, if nothing in the step itself shows it.
+    """
+
+    episode: Episode
+    row: int
+    news: Literal["", "new", "again"] = ""
+    addition: str = ""
+    how: str = ""
+
+
+def _share(record: StepRecord, row: int) -> float:
+    """Which share of all elements that were scanned into a row is bad."""
+    if not record.was_scanned(row):
+        return 0.0
+    bad = int(nonfinite(record.rows[row : row + 1])[0])
+    return bad / max(int(record.rows[row]["elements"]), 1)
+
+
+def _complete(evidence: Evidence) -> Finding:
+    return dataclasses.replace(
+        evidence.finding,
+        affected=evidence.affected,
+        causes=tuple(causes(evidence)),
+        unlikely=tuple(unlikely(evidence)),
+    )
