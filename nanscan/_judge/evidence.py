@@ -148,6 +148,7 @@ class Evidence:
         node: its site.
         step: what is known of the step, and of those before it.
         from_outside: it is an input that the caller of an outermost module handed in.
+        from_start: it was bad before its model first ran.
         inputs_from_outside: all inputs of outermost modules in this step.
         affected: sites that went bad after the first one of the step.
     """
@@ -156,6 +157,7 @@ class Evidence:
     node: Node
     step: StepEvidence
     from_outside: bool
+    from_start: bool
     inputs_from_outside: tuple[Seen, ...]
     affected: tuple[Site, ...] = ()
 

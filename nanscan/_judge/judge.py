@@ -65,11 +65,12 @@ class Judge:
         self._ignores = ignores
         self._episodes = Episodes()
         self._lasting: dict[int, ScanResult] = {}  # parameters and the like that are bad, by row
-        self._unset: set[int] = set()  # of these, buffers that hold no values yet
+        self._unset: set[int] = set()  # buffers that were bad before their model first ran
         self._tolerated: set[int] = set()  # rows that were bad in a step and led to nothing
         self._noted: set[int] = set()  # roots of which a note was given
         self._near: set[int] = set()  # rows reported as near the limit, still there
         self._latest: set[int] = set()  # rows that were bad in the last whole record
+        self._since: dict[int, int] = {}  # in which step a row of `_lasting` went bad
         self._saved: dict[int, bool] = {}  # rows of `_lasting`: whether a checkpoint holds them
 
     @property
@@ -79,8 +80,8 @@ class Judge:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something that was reported may be over: then each record matters."""
-        return bool(self._episodes or self._near)
+        """Whether a record matters in which nothing is bad: what was may be over, or harmless."""
+        return bool(self._episodes or self._near or self._unset - self._tolerated)
 
     def judge(self, record: StepRecord) -> list[Finding]:
         """What is new in a step, in the order in which it happened; complete findings."""
@@ -102,6 +103,8 @@ class Judge:
             news += self._faults(step, record, provenance, faults)
             news += self._notes(step, notes)
         self._update_lasting(record, bad)
+        if record.is_whole:
+            self._tolerated |= {row for row in self._unset if provenance.ends(row)}
         news += self._recovered(step, record, set(rows))
         return [_complete(evidence) for evidence in news]
 
@@ -110,6 +113,7 @@ class Judge:
             record,
             bad,
             lasting=self._lasting,
+            late={row for row, step in self._since.items() if step == record.step},
             before=self._latest if record.continues else (),
             tolerated=self._tolerated,
             unset=self._unset,
@@ -123,9 +127,9 @@ class Judge:
         faults, notes = [], []
         for group in provenance.groups():
             is_note = False
-            is_silent = provenance.quiet.issuperset(group)
+            root = provenance.roots[group[0]]
+            is_silent = provenance.quiet.issuperset([root, *group])
             if not is_silent:
-                root = provenance.roots[group[0]]
                 is_note = root in provenance.handed_in and not provenance.leads_on(group)
                 (notes if is_note else faults).append(group)
             if (is_silent or is_note) and record.is_whole:
@@ -139,21 +143,20 @@ class Judge:
     ) -> list[Evidence]:
         reports = [each for group in groups for each in self._reports(record, provenance, group)]
         position = {row: position for position, row in enumerate(provenance.bad)}
-        reports.sort(key=lambda report: position[report.row])
+        reports.sort(key=lambda report: position.get(report.row, -1))
         told = [report for report in reports if report.news]
         for report in told[_MAX_TOLD:]:
             report.news = ""
         for report in told[:_MAX_TOLD]:
             report.episode.tell(record.step)
         found = [self._evidence(step, report) for report in reports]
-        for report, evidence in zip(reports, found, strict=True):
-            if report.news:
-                evidence.affected = tuple(
-                    other.finding.site
-                    for other in found
-                    if other is not evidence
-                    and (len(told) == 1 or other.finding.episode == report.episode.number)
-                )
+        for evidence in found[:1] if len(told) < 2 else [e for e in found if e.finding.news]:  # noqa: PLR2004
+            evidence.affected = tuple(
+                other.finding.site
+                for other in found
+                if other is not evidence
+                and (len(told) < 2 or other.finding.episode == evidence.finding.episode)  # noqa: PLR2004
+            )
         bad = [row for group in groups for row in group if row not in provenance.quiet]
         absorbed = step.absorbed(bad) if told else None
         return found if absorbed is None else [*found, absorbed]
@@ -176,13 +179,14 @@ class Judge:
         episode, is_new = self._episode_of(record, provenance, root)
         episode.note(record.step)
         is_due = episode.is_due(record.step)
+        rows = [root, *group] if is_new and root in self._unset else group  # the buffer comes first
         reports = [
             _Report(episode, row)
-            for row in group
+            for row in rows
             if row not in episode.rows and (is_due or not episode.flaps)
         ]
         grown = [] if is_new else self._grown(record, provenance, episode, group)
-        for row in group:
+        for row in rows:
             self._episodes.add(episode, row, _share(record, row))
         if is_new and reports:
             reports[0].news = "new"
@@ -331,9 +335,12 @@ class Judge:
 
     def _update_lasting(self, record: StepRecord, bad: list[int]) -> None:
         for row in [row for row in self._lasting if record.was_scanned(row)]:
+            if not record.rows[row]["ticket"]:
+                self._since.pop(row, None)
             del self._lasting[row]
         for row in bad:
             if record.nodes[row].kind.is_saved:
+                self._since.setdefault(row, record.step)
                 self._lasting[row] = record.result(row)
                 place = record.nodes[row].place
                 self._saved[row] = not isinstance(place, SinglePlace) or place.is_saved

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+import numpy as np
+import torch
 from torch import nn
 
 from nanscan._collect.snapshot import StepRecord
@@ -34,9 +36,10 @@ class Provenance:
         record: the record.
         bad: its bad rows, in the order in which they went bad.
         lasting: rows that were bad before the record and stay so: parameters, buffers, moments.
+        late: those of `lasting` that went bad in the same step.
         before: other rows that were bad in the first part of the same step.
         tolerated: rows that were bad in earlier steps, which led to nothing.
-        unset: buffers that hold no values yet, as they were made.
+        unset: buffers that were bad before their model first ran, see `is_unset`.
         near_limit: share of a dtype's largest value from which a finite value hints at an overflow.
 
     Attributes:
@@ -53,6 +56,7 @@ class Provenance:
         bad: list[int],
         *,
         lasting: Collection[int],
+        late: Collection[int],
         before: Iterable[int],
         tolerated: Collection[int],
         unset: Collection[int],
@@ -75,7 +79,7 @@ class Provenance:
         self._live_quiet: set[int] = set()
         self._has_made = False  # something of this record is live that no caller handed in
         for row in (*sorted(lasting), *before):
-            self._add(row)
+            self._add(row, is_late=row in late)
         for row in bad:
             self.sources[row] = self._sources(row)
             self.roots[row] = self._root(row)
@@ -194,12 +198,10 @@ class Provenance:
         return bool(((order > 0) & (order < order[row])).any())
 
     def _of_output(self, place: ModulePlace) -> set[int]:
-        sources = place.input_sources()
-        if not sources:  # inputs are not watched
-            return self._all_live()
-        nodes = self._record.nodes
+        nodes, sources = self._record.nodes, place.input_sources()
         inside = {r for r in self._known if nodes[r].place.is_inside(place)}
-        return (sources | place.parameter_sources() | inside) & self._known
+        found = (sources | place.parameter_sources() | inside) & self._known
+        return found if found or sources else self._all_live()  # else inputs are not watched
 
     def _gradients_of(self, place: ModulePlace) -> set[int]:
         """Rows of this step with the gradients that reached a module's outputs.
@@ -212,8 +214,10 @@ class Provenance:
         rows = {row for node in nodes for row in (node.row, *node.sources)}
         return {row for row in rows if self._record.was_scanned(row)}
 
-    def _add(self, row: int) -> None:
+    def _add(self, row: int, *, is_late: bool = False) -> None:
         self._known.add(row)
+        if is_late:
+            return  # other things may have gone bad before it
         if row in self.quiet:
             if not self.ends(row):
                 self._live_quiet.add(row)
@@ -228,18 +232,18 @@ class Provenance:
         """Whether -Inf in a row is no reason for what a consumer made: a mask, or it was before."""
         if row not in self.quiet:
             return False
-        if row in self._lasting:
-            return False  # a buffer
         if row in self._tolerated or self._is_additive_mask(row):
             return True
+        if row in self._lasting:
+            return False  # a buffer
         if consumer.kind is not Kind.OUTPUT or not isinstance(consumer.place, ModulePlace):
             return False
         module = self._record.model.modules.get(consumer.place)
         return isinstance(module, _TAKES_MINUS_INF)
 
     def _is_additive_mask(self, row: int) -> bool:
-        values = absmax(self._record.rows[row : row + 1])
-        return bool(values.size and values[0] == 0)
+        top = absmax(self._record.rows[row : row + 1])
+        return self._record.was_scanned(row) and bool(top[0] == 0 or np.isnan(top[0]))
 
 
 def is_minus_inf_alone(record: StepRecord, row: int, near_limit: float) -> bool:
@@ -252,15 +256,22 @@ def is_minus_inf_alone(record: StepRecord, row: int, near_limit: float) -> bool:
         return False
     if isinstance(node.place, SinglePlace) and node.place.is_statistic:
         return False
+    if node.kind is Kind.OUTPUT and _is_layer(record, node.place):
+        return False
     return not is_near(record, row, near_limit)
 
 
-def is_unset(record: StepRecord, row: int) -> bool:
-    """Whether a buffer holds no values yet when its model first runs.
+def _is_layer(record: StepRecord, place: Place) -> bool:
+    """Whether a module is a layer of torch with weights: it makes no masks, so it overflowed."""
+    module = record.model.modules.get(place) if isinstance(place, ModulePlace) else None
+    is_of_torch = module is not None and type(module).__module__.startswith("torch.nn.modules.")
+    return is_of_torch and isinstance(getattr(module, "weight", None), torch.Tensor)
 
-    That is the start of a running extreme, +Inf or -Inf, or memory that no checkpoint holds.
+
+def is_unset(record: StepRecord, row: int) -> bool:
+    """Whether a buffer is bad before its model first runs, and may be meant to be.
+
+    It may be the start of a running extreme, or memory that is written before it is read.
     """
     place = record.nodes[row].place
-    if not (record.is_untrained and isinstance(place, SinglePlace)) or place.is_statistic:
-        return False
-    return not (record.rows[row]["nan"] and place.is_saved)
+    return record.is_untrained and isinstance(place, SinglePlace) and not place.is_statistic

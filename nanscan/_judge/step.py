@@ -33,6 +33,7 @@ class _Conclusion:
     how: str
     between: tuple[Site, Site] | None = None
     from_outside: bool = False
+    from_start: bool = False
     unscanned: tuple[Site, ...] = ()
     given: list[Seen] | None = field(default=None)  # None: what the site was made from
 
@@ -87,8 +88,8 @@ class StepVerdicts:
 
     def _conclude_of_scans(self, row: int) -> _Conclusion:
         node = self._record.nodes[row]
-        if self._record.is_untrained:
-            return _Conclusion("origin", "it was so before its model first ran")
+        if self._record.is_untrained or not self._record.was_scanned(row):
+            return _Conclusion("origin", "it was so before its model first ran", from_start=True)
         if self._record.spoiled:
             return _Conclusion("origin", self._record.spoiled)
         if row in self._provenance.handed_in:
@@ -171,7 +172,7 @@ class StepVerdicts:
             site=node.site,
             verdict=conclusion.verdict,
             how=conclusion.how,
-            stats=self._record.result(row),
+            stats=self._result(row),
             given=tuple(given),
             before=tuple(self._seen(self._rows_before(row))),
             between=conclusion.between,
@@ -180,7 +181,18 @@ class StepVerdicts:
             unscanned=conclusion.unscanned,
         )
         outside = tuple(self._seen(self._outermost_inputs()))
-        return Evidence(finding, node, self._evidence, conclusion.from_outside, outside)
+        return Evidence(
+            finding,
+            node,
+            self._evidence,
+            from_outside=conclusion.from_outside,
+            from_start=conclusion.from_start,
+            inputs_from_outside=outside,
+        )
+
+    def _result(self, row: int) -> ScanResult:
+        scanned = self._record.was_scanned(row)
+        return self._record.result(row) if scanned else self._lasting[row]
 
     def _rows_before(self, row: int) -> list[int]:
         """The last few rows first scanned before this one in the step, in execution order."""

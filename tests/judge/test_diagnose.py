@@ -10,15 +10,15 @@ from torch import nn
 from helpers.models import NAN, Do, Net, batch, diagnosed, first_fault, infer, sgd, titles, train
 from nanscan import Cause
 from nanscan._data.rules import Rule
-from nanscan._judge import causes, episode
+from nanscan._judge import causes, judge
 
 
 def test_nothing_is_asked_while_all_is_clean(monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr(episode, "causes", refuse)
-    monkeypatch.setattr(episode, "unlikely", refuse)
+    monkeypatch.setattr(judge, "causes", refuse)
+    monkeypatch.setattr(judge, "unlikely", refuse)
     model = Net()
     inputs = [batch(seed) for seed in range(3)]
     assert diagnosed(model, lambda: train(model, sgd(model), inputs)).findings == []
