@@ -24,6 +24,7 @@ class Episode:
         latest: the last step in which it was bad.
         steps: in how many it was.
         comebacks: how often it was over and came again.
+        is_in_forward: whether a value of a forward was bad in it.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Episode:
     latest: int = -1
     steps: int = 0
     comebacks: int = 0
+    is_in_forward: bool = False
     _told: int = -1
     _interval: int = _INTERVAL
 

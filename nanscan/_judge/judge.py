@@ -70,6 +70,7 @@ class Judge:
         self._noted: set[int] = set()  # roots of which a note was given
         self._near: set[int] = set()  # rows reported as near the limit, still there
         self._latest: set[int] = set()  # rows that were bad in the last whole record
+        self._emitted: set[int] = set()  # of these, what outermost modules returned
         self._since: dict[int, int] = {}  # in which step a row of `_lasting` went bad
         self._saved: dict[int, bool] = {}  # rows of `_lasting`: whether a checkpoint holds them
 
@@ -97,6 +98,7 @@ class Judge:
         rows = [row for row in bad if any(row in group for group in faults)]
         if record.is_whole:
             self._latest = set(rows)
+            self._emitted = {row for row in rows if provenance.is_returned(row)}
         if record.skips and rows and all(record.nodes[row].kind.is_scaled for row in rows):
             news += self._skipped(step, record, rows)
         else:
@@ -115,6 +117,7 @@ class Judge:
             lasting=self._lasting,
             late={row for row, step in self._since.items() if step == record.step},
             before=self._latest if record.continues else (),
+            emitted=self._emitted,
             tolerated=self._tolerated,
             unset=self._unset,
             near_limit=self._near_limit,
@@ -186,11 +189,16 @@ class Judge:
             if row not in episode.rows and (is_due or not episode.flaps)
         ]
         grown = [] if is_new else self._grown(record, provenance, episode, group)
+        is_forward = any(record.nodes[row].kind.is_forward for row in group)
+        shows = is_forward and not episode.is_in_forward
+        episode.is_in_forward |= is_forward
         for row in rows:
             self._episodes.add(episode, row, _share(record, row))
         if is_new and reports:
             reports[0].news = "new"
             reports[0].addition = episode.count if episode.comebacks else ""
+        elif shows and reports:
+            reports[0].news = "new"  # what a buffer has kept since then
         elif is_due:
             first = root if root in group else group[0]
             again = _Report(episode, first, "again", episode.count)
@@ -229,28 +237,28 @@ class Judge:
     def _grown(
         self, record: StepRecord, provenance: Provenance, episode: Episode, group: Group
     ) -> list[_Report]:
-        """Outputs with far more bad elements than in any step before, of inputs with no more."""
+        """The first row that has far more bad elements than in any step before, if a model made it.
 
-        def grows(row: int, factor: float) -> bool:
-            return _share(record, row) >= factor * episode.rows.get(row, 0.0)
-
-        found = []
+        A second fault shows like that where a first one goes on: in another row of a batch.
+        """
+        if record.step <= episode.began:
+            return []
         for row in group:
-            sources = provenance.sources.get(row, set())
-            if (
-                row in episode.rows
-                and record.step > episode.began
-                and record.nodes[row].kind is Kind.OUTPUT
-                and grows(row, _GROWS)
-                and not any(source in self._lasting or grows(source, 1.01) for source in sources)
-            ):
-                was, now = episode.rows[row], _share(record, row)
-                how = (
-                    f"made here: {share(now, 1)} of its elements are bad, at most {share(was, 1)} "
-                    "before" + (", of inputs that are no worse" if sources else "")
-                )
-                found.append(_Report(episode, row, "new", how=how))
-        return found
+            was, now = episode.rows.get(row), _share(record, row)
+            if was is None or now < _GROWS * was:
+                continue
+            node, sources = record.nodes[row], provenance.sources.get(row, set())
+            is_made = node.kind is Kind.OUTPUT or (
+                node.kind is Kind.INPUT and node.place.parent is not None
+            )
+            if not is_made or sources & self._lasting.keys():
+                return []
+            how = (
+                f"more was made here: {share(now, 1)} of its elements are bad, at most "
+                f"{share(was, 1)} in the steps before, and nothing before it has more"
+            )
+            return [_Report(episode, row, "new", how=how)]
+        return []
 
     # -- what is no fault --------------------------------------------------------------------------
 

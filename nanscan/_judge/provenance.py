@@ -38,6 +38,7 @@ class Provenance:
         lasting: rows that were bad before the record and stay so: parameters, buffers, moments.
         late: those of `lasting` that went bad in the same step.
         before: other rows that were bad in the first part of the same step.
+        emitted: outputs of outermost modules that were bad in the step before.
         tolerated: rows that were bad in earlier steps, which led to nothing.
         unset: buffers that were bad before their model first ran, see `is_unset`.
         near_limit: share of a dtype's largest value from which a finite value hints at an overflow.
@@ -58,6 +59,7 @@ class Provenance:
         lasting: Collection[int],
         late: Collection[int],
         before: Iterable[int],
+        emitted: Collection[int],
         tolerated: Collection[int],
         unset: Collection[int],
         near_limit: float,
@@ -66,6 +68,7 @@ class Provenance:
         self._rows = set(bad)
         self._lasting = set(lasting)
         self._tolerated = tolerated
+        self._emitted = emitted
         self._finite: dict[ModulePlace, bool] = {}
         self.bad = bad
         self.quiet = {row for row in bad if is_minus_inf_alone(record, row, near_limit)}
@@ -123,11 +126,21 @@ class Provenance:
             place = place.parent
         return False
 
+    def is_returned(self, row: int) -> bool:
+        """Whether an outermost module returned what is in a row."""
+        place = self._record.nodes[row].place
+        while place.parent is not None:
+            place = place.parent
+        if not isinstance(place, ModulePlace):
+            return False
+        return any(row == node.row or row in node.sources for node in place.outputs.walk())
+
     def _is_finite(self, place: ModulePlace) -> bool:
         known = self._finite.get(place)
         if known is None:
             rows, scanned = self._record.rows, self._record.was_scanned
-            outputs = [node.row for node in place.outputs.walk() if scanned(node.row)]
+            found = {row for node in place.outputs.walk() for row in (node.row, *node.sources)}
+            outputs = [row for row in found if scanned(row)]  # a child's, where it is handed on
             returned = max((int(rows[row]["calls"]) for row in outputs), default=0)
             inputs = [node.row for node in place.input_nodes() if scanned(node.row)]
             called = max((int(rows[row]["calls"]) for row in inputs), default=1)
@@ -138,7 +151,8 @@ class Provenance:
     # -- what a row follows from -------------------------------------------------------------------
 
     def _root(self, row: int) -> int:
-        if not self.sources[row]:
+        # A buffer stays bad when all else is fine again: it is a matter of its own.
+        if not self.sources[row] or self._record.nodes[row].kind is Kind.BUFFER:
             return self._first_alike(row)
         # What was harmless so far explains a fault only if nothing else does.
         sources = self.sources[row] - set(self._tolerated) or self.sources[row]
@@ -146,7 +160,7 @@ class Provenance:
         return self.roots.get(first, first)
 
     def _first_alike(self, row: int) -> int:
-        """A row that was made: itself, or the first one that went bad with it.
+        """A row that began something: itself, or the first one that went bad with it.
 
         An optimizer's step makes all its parameters bad for one reason, a layer's statistics go bad
         together, and so do the arguments of a batch.
@@ -189,8 +203,12 @@ class Provenance:
     def _of_input(self, row: int, node: Node) -> set[int]:
         is_given = node.place.parent is None and not (node.computed and self._is_preceded(row))
         if is_given and not self._has_made:
-            self.handed_in.add(row)
-            return set()
+            # A cache, a state or a token that the same model made in the step before?
+            nodes = self._record.nodes
+            earlier = {row for row in self._emitted if nodes[row].place.is_inside(node.place)}
+            if not earlier:
+                self.handed_in.add(row)
+            return earlier
         return self._all_live()
 
     def _is_preceded(self, row: int) -> bool:
