@@ -311,6 +311,11 @@ void define_table(py::module_& m) {
            py::arg("reset") = true)
       .def("describe", [](const Table& table,
                           int row) { return as_tuple(context_of(table, row).description.get()); })
+      .def("bad_parts",
+           [](const Table& table, int row) {
+             const RowContext& context = context_of(table, row);
+             return std::make_pair(context.bad_parts, context.parts_of);
+           })
       .def_property_readonly("captured", &Table::captured)
       .def("abandon_devices", &Table::abandon_devices)
       .def("set_timed", &Table::set_timed)

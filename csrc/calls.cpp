@@ -146,8 +146,20 @@ bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
   }
   running.push_back(entry);
   call = entry;  // with its reference
-  return !scans_inputs(*entry, running) ||
-         (visit_inputs(*entry, arguments) && visit_keywords(*entry, arguments));
+  return !scans_inputs(*entry, running) || visit_all(*entry, arguments, running.size() == 1);
+}
+
+bool Calls::visit_all(Module& module, const Arguments& arguments, bool outermost) {
+  const uint32_t ticket = table_.last_ticket();
+  if (!visit_inputs(module, arguments) || !visit_keywords(module, arguments)) return false;
+  if (!outermost || table_.last_ticket() == ticket) return true;
+  PyObject* args = arguments.tuple();
+  PyObject* kwargs = args ? arguments.dict() : nullptr;
+  const bool done = kwargs && succeeded(call(python_hooks_, names_.note_bad_inputs, module.place,
+                                             args, kwargs));
+  Py_XDECREF(args);
+  Py_XDECREF(kwargs);
+  return done;
 }
 
 bool Calls::visit_inputs(Module& module, const Arguments& arguments) {
@@ -205,14 +217,17 @@ bool Calls::visit_output(Module& module, PyObject* output, Stack& running) {
   int& own_row = running.recomputing ? module.recomputed_row : module.output_row;
   const int row = table_.visit(output, own_row);
   if (row >= 0 && row == own_row) return !scans_gradients(module) || watch_gradient(module, output);
-  if (row >= 0 || row == kNotFloat) return true;
+  if (row == kNotFloat) return true;
   if (row == kFailed) return false;
+  // What a module inside returned, and this one hands on.
+  if (row >= 0 && (running.recomputing || module.returned.contains(row))) return true;
   PyObject* status = PyLong_FromLong(row);
   const int own = take_row(
       status ? call(python_hooks_, names_.scan_new_output, module.place, output, status) : nullptr);
   Py_XDECREF(status);
   if (own == -1 && PyErr_Occurred()) return false;
   own_row = own;
+  if (row >= 0) module.returned.add(own, row);
   return true;
 }
 

@@ -28,6 +28,7 @@ namespace nanscan {
   X(scan_new_input, "scan_new_input")       \
   X(scan_keywords, "scan_keywords")         \
   X(scan_new_output, "scan_new_output")     \
+  X(note_bad_inputs, "note_bad_inputs")     \
   X(watch_gradient, "watch_gradient")       \
   X(on_before_forward, "on_before_forward") \
   X(on_after_forward, "on_after_forward")   \
@@ -99,6 +100,7 @@ class Calls : public CallObserver {
     int output_row = -1;
     int recomputed_row = -1;
     std::vector<KnownRows> arguments = {};
+    KnownRows returned = {};  // rows of other places that held its output
     PyObject* hooked_output = nullptr;  // an earlier output, which has our gradient hook
   };
   struct Stack : std::vector<Module*> {
@@ -128,6 +130,7 @@ class Calls : public CallObserver {
   Stack& stack();
   bool visit_inputs(Module& module, const Arguments& arguments);
   bool visit_keywords(Module& module, const Arguments& arguments);
+  bool visit_all(Module& module, const Arguments& arguments, bool outermost);
   bool visit_output(Module& module, PyObject* output, Stack& running);
   bool watch_gradient(Module& module, PyObject* output);
   bool add_gradient_hook(Module& module, PyObject* output, PyObject* function);

@@ -49,6 +49,11 @@ void RowContext::describe(const TensorView& view, double near_limit) {
       make_description(view.dtype, view.is_complex, {sizes, sizes + view.user_dims()}, near_limit);
 }
 
+void RowContext::note_bad_parts(uint64_t parts, int64_t size) {
+  parts_of = bad_parts == 0 || parts_of == size ? size : 0;
+  bad_parts |= parts;
+}
+
 void RowContext::describe_on_device(const TensorView& view, double near_limit) {
   if (device_calls > 0 && !description->fits(view)) earlier.emplace_back(device_calls, description);
   ++device_calls;

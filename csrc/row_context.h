@@ -39,9 +39,14 @@ struct RowContext {
   std::vector<std::pair<uint32_t, DescriptionPtr>> earlier;
   uint32_t batch = 0;  // the latest scan_many on a device that had this row; 0: a single scan
   uint64_t order = 0;  // position among this step's first visits, from 1; 0: not visited
+  // The parts of dimension 0 in which NaN or +Inf was found in this step, on the CPU: bit i is part i
+  // of 64, or index i of a shorter dimension. So samples of a batch can be told apart.
+  uint64_t bad_parts = 0;
+  int64_t parts_of = 0;       // size of that dimension; 0: nothing was found, or sizes differ
   uint64_t latest_order = 0;  // the order in the last step that visited it; CUDA graphs repeat it
 
   void describe(const TensorView& view, double near_limit);
+  void note_bad_parts(uint64_t parts, int64_t size);
   void describe_on_device(const TensorView& view, double near_limit);
 };
 

@@ -72,7 +72,12 @@ Status Table::scan_or_throw(PyObject* tensor, int index) {
 }
 
 void Table::scan_on_host(const TensorView& view, int index) {
-  merge_host_scan(view, index, scan_host(view, /*moments=*/false));
+  const Row scan = scan_host(view, /*moments=*/false);
+  merge_host_scan(view, index, scan);
+  if (scan.nan || scan.posinf) {  // -Inf alone is mostly a mask, in every step
+    const int64_t size = view.user_dims() > 0 ? view.logical.size[0] : 1;
+    contexts_[index].note_bad_parts(cpu::nonfinite_parts(view), size);
+  }
 }
 
 void Table::merge_host_scan(const TensorView& view, int index, const Row& scan) {

@@ -83,7 +83,10 @@ class Table {
 
   Row& row(int index) const { return chunks_[index / kRowsPerChunk][index % kRowsPerChunk]; }
   void note_visit(int index) {
-    if (contexts_[index].order == 0) contexts_[index].order = ++visits_;
+    RowContext& context = contexts_[index];
+    if (context.order != 0) return;
+    context.order = ++visits_;
+    context.bad_parts = 0;
   }
 
   cuda::Rows& device_rows(int ordinal);

@@ -668,11 +668,12 @@ def test_coverage():
 def test_healthy():
     model = Switch()
     monitor = nanscan.enable(model, action="log")
-    assert monitor.healthy
+    assert monitor.healthy is None  # nothing was scanned
     for bad in (True, False):
         model.bad = bad
         infer(model, batch())
-        assert monitor.healthy is not bad
+        assert monitor.healthy is True  # an output leaves nothing in a checkpoint
+    assert [finding.verdict for finding in monitor.findings] == ["origin", "recovered"]
 
 
 def test_a_bad_parameter_is_unhealthy_until_it_is_good_again():
@@ -763,7 +764,7 @@ def test_a_scaler_that_skips_every_step_does_not_hide_what_forward_makes():
         scaler.step(optimizer)
         scaler.update()
     assert verdicts(monitor)[0] == (0, "fc2 input[0]", "origin")
-    assert not monitor.healthy
+    assert monitor.healthy is True  # no step was taken
 
 
 def test_an_optimizer_of_another_model_does_not_keep_steps_from_ending():

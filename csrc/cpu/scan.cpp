@@ -290,6 +290,26 @@ uint64_t first_nonfinite(const TensorView& view) {
   return with_format(view.dtype, [&](auto format) { return search<decltype(format)>(flat, scan); });
 }
 
+uint64_t nonfinite_parts(const TensorView& view) {
+  constexpr int64_t kMostParts = 64;
+  if (view.elements == 0) return 0;
+  const int64_t size = view.user_dims() > 0 ? view.logical.size[0] : 1;
+  const int64_t parts = std::min(size, kMostParts);
+  uint64_t bad = 0;
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t begin = part * size / parts, end = (part + 1) * size / parts;
+    TensorView slice = view;
+    if (view.user_dims() > 0) {
+      slice.data += begin * view.logical.stride[0] * static_cast<int64_t>(item_size(view.dtype));
+      slice.logical.size[0] = end - begin;
+      slice.elements = view.elements / static_cast<uint64_t>(size) * static_cast<uint64_t>(end - begin);
+    }
+    const Row row = scan(slice, /*moments=*/false);
+    if (row.nan || row.posinf || row.neginf) bad |= uint64_t{1} << part;
+  }
+  return bad;
+}
+
 std::vector<const char*> variants() {
   std::vector<const char*> names;
   for (const Variant* variant : usable_variants()) names.push_back(variant->name);

@@ -32,6 +32,10 @@ void scan_many(const std::vector<TensorView>& views, bool moments, Row* rows);
 // elements if all are finite. Reads no further than that element's block.
 uint64_t first_nonfinite(const TensorView& view);
 
+// In which parts of dimension 0 something is non-finite: bit i stands for index i, or for part i of
+// 64 where the dimension is longer. A tensor without dimensions has one part.
+uint64_t nonfinite_parts(const TensorView& view);
+
 std::vector<const char*> variants();  // that this machine can run, the fastest last
 const char* variant();                // the one in use
 bool use_variant(const char* name);   // false: unknown, or not for this machine

@@ -5,6 +5,7 @@ What is done while nothing is new is in csrc/calls.cpp; this is what it calls fo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +17,9 @@ from nanscan._collect import door
 from nanscan._collect.listener import Listener
 from nanscan._collect.names import Registry
 from nanscan._collect.output_gradients import OutputGradients
-from nanscan._collect.scanner import Scanner
+from nanscan._collect.scanner import Scanner, tensors, version
 from nanscan._collect.schedule import Turn
-from nanscan._data.places import ModulePlace
+from nanscan._data.places import ModulePlace, Node
 from nanscan._data.site import Kind
 
 # While torch.compile traces our code this is the constant True, and the code leaves nothing behind.
@@ -58,6 +59,8 @@ class ModuleCalls:
         self._scanner = scanner
         self._listener = listener
         self.is_attached = False
+        # By thread: arguments of its outermost call, and their versions before it.
+        self._bad_inputs: dict[int, list[tuple[torch.Tensor, int, Node]]] = {}
         self.core = _C.Calls(
             scanner.table.core,
             python_hooks=self,
@@ -120,6 +123,8 @@ class ModuleCalls:
     def scan_new_output(self, place: ModulePlace, output: Any, status: int) -> int:
         """An output without a row yet, or not a plain tensor. Returns its own row or -1."""
         node = place.recomputed if self.core.recomputing else place.outputs
+        if status >= 0:  # what a module inside returned, and this one hands on
+            node.add_source(status)
         self._scanner.visit_new(output, node, status)
         return node.row
 
@@ -136,6 +141,13 @@ class ModuleCalls:
         """A gradient without a row yet, in a new one, or no plain tensor. Returns its own row."""
         return self._gradients.scan_new(number, gradient, row)
 
+    def note_bad_inputs(self, place: ModulePlace, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Something in the arguments of an outermost call is bad: is it data, or memory to fill?"""
+        pairs = [(x, place.inputs.item(i)) for i, x in enumerate(args)]
+        pairs += [(x, place.keywords.child(key)) for key, x in kwargs.items()]
+        found = [each for x, node in pairs for each in tensors(x, node)]
+        self._bad_inputs[threading.get_ident()] = [(x, version(x), node) for x, node in found]
+
     def on_before_forward(self) -> bool:
         """A call that no other encloses. Returns whether it repeats one, for a checkpoint."""
         recomputing = is_recomputing()
@@ -145,4 +157,6 @@ class ModuleCalls:
 
     def on_after_forward(self, place: ModulePlace) -> None:
         """An outermost module returned."""
+        for x, before, node in self._bad_inputs.pop(threading.get_ident(), ()):
+            node.is_written |= version(x) != before
         self._listener.on_after_forward(place)

@@ -237,6 +237,7 @@ class RecordQueue:
             ModelView(self._registry.modules, self._optimizers.facts),
             is_whole=pending.is_whole,
             is_ahead=self.is_ahead,
+            bad_parts=self._table.core.bad_parts,
             **pending.context,
             **skips,
         )

@@ -166,6 +166,25 @@ def children(
         yield from ((getattr(x, name, None), node.child(name), deeper) for name in names)
 
 
+def tensors(
+    x: Any, node: Node, around: tuple[int, ...] = ()
+) -> Iterator[tuple[torch.Tensor, Node]]:
+    """All tensors in a value, with their nodes."""
+    if isinstance(x, torch.Tensor):
+        yield x, node
+        return
+    for value, child, deeper in children(x, node, around):
+        yield from tensors(value, child, deeper)
+
+
+def version(x: torch.Tensor) -> int:
+    """How often a tensor was changed in place; -1 where torch does not count."""
+    try:
+        return int(x._version)  # noqa: SLF001 - no public spelling
+    except RuntimeError:  # an inference tensor
+        return -1
+
+
 def _has_history(x: torch.Tensor) -> bool:
     try:
         return x.grad_fn is not None

@@ -136,6 +136,10 @@ class ModelView:
         return list(seen.values())
 
 
+def _unknown_parts(_row: int) -> tuple[int, int]:
+    return 0, 0
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """All that is known of a step, or of a part of one, when it is judged.
@@ -156,6 +160,8 @@ class StepRecord:
         is_untrained: it holds parameters, scanned before their model first ran.
         spoiled: it holds parameters that went bad between two steps, by no optimizer: what is known
             of that, in words; "" otherwise.
+        bad_parts: of a row, the parts of dimension 0 that hold NaN or +Inf, as bits, and its size;
+            0 for both where it is not known, as on devices.
         turn: what the step scanned.
         optimizers: what explains parameters that went bad in the step, with moments.
         skips: steps of that optimizer in a row, this one included, that a GradScaler skipped; 0: it
@@ -178,6 +184,7 @@ class StepRecord:
     is_ahead: bool = False
     is_untrained: bool = False
     spoiled: str = ""
+    bad_parts: Callable[[int], tuple[int, int]] = _unknown_parts
     turn: Turn = FULL
     optimizers: Mapping[ParameterPlace, OptimizerFacts] = field(default_factory=dict)
     skips: int = 0

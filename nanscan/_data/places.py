@@ -144,6 +144,7 @@ class Node:
         row: its row in the table, -1 until something was scanned for it.
         sources: rows in which the tensors seen here were found, this node's own among them.
         computed: autograd had a history of the tensor first scanned here: it came out of some code.
+        is_written: of an argument: the call wrote into it, so it is memory, such as a cache.
         skipped: why what was seen here was not scanned, if so.
         gradient: of an output: what is seen of its gradient.
         hook: of an output: scans a gradient into that.
@@ -156,6 +157,7 @@ class Node:
         "gradient",
         "hook",
         "hooked",
+        "is_written",
         "items",
         "kind",
         "path",
@@ -170,6 +172,7 @@ class Node:
         self.kind = kind
         self.path = path
         self.computed = False
+        self.is_written = False
         self.row = -1
         self.sources: set[int] = set()
         self.skipped = ""

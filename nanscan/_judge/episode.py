@@ -10,6 +10,35 @@ from nanscan._data.text import plural
 _INTERVAL = 100  # steps until what goes on is told again; doubled each time
 _WINDOW = 100  # steps: what comes again within them is the same episode
 _MAX_PAST = 1000
+_STEADY = 2  # steps in which the same samples were bad
+
+
+@dataclass(frozen=True)
+class BadParts:
+    """The parts of dimension 0 of a row that were bad when it was bad last.
+
+    Attributes:
+        step: that step.
+        bits: one for each part.
+        size: of the dimension; 0: it is not known.
+        steps: how many steps in a row were bad in just these parts.
+    """
+
+    step: int = -1
+    bits: int = 0
+    size: int = 0
+    steps: int = 0
+
+    def then(self, step: int, bits: int, size: int) -> BadParts:
+        """The same in a later step."""
+        goes_on = step <= self.step + 1 and (bits, size) == (self.bits, self.size)
+        return BadParts(step, bits, size, self.steps + (step != self.step) if goes_on else 1)
+
+    def new_in(self, later: BadParts) -> int:
+        """Parts that went bad in the next step, beside these, which were steady; 0 for none."""
+        is_next = later.step == self.step + 1 and later.size == self.size
+        is_steady = self.steps >= _STEADY and self.bits and not self.bits & ~later.bits
+        return later.bits & ~self.bits if is_next and is_steady else 0
 
 
 @dataclass(eq=False)
@@ -20,7 +49,9 @@ class Episode:
         number: of the episode, from 1.
         root: the row with which it began.
         began: the step in which it did.
-        rows: those that were reported: the largest share of elements that was bad.
+        rows: those that are bad in it.
+        parts: which samples of each row are bad.
+        after: what spoiled the buffer with which it began: that is over no sooner.
         latest: the last step in which it was bad.
         steps: in how many it was.
         comebacks: how often it was over and came again.
@@ -30,7 +61,9 @@ class Episode:
     number: int
     root: int
     began: int
-    rows: dict[int, float] = field(default_factory=dict)
+    rows: set[int] = field(default_factory=set)
+    parts: dict[int, BadParts] = field(default_factory=dict)
+    after: Episode | None = None
     latest: int = -1
     steps: int = 0
     comebacks: int = 0
@@ -93,10 +126,10 @@ class Episodes:
         self._count += 1
         return Episode(self._count, root, step), True
 
-    def add(self, episode: Episode, row: int, share: float) -> None:
-        """A row is bad in an episode, so large a share of its elements."""
+    def add(self, episode: Episode, row: int) -> None:
+        """A row is bad in an episode."""
         self._on[row] = episode
-        episode.rows[row] = max(episode.rows.get(row, 0.0), share)
+        episode.rows.add(row)
 
     def end(self, episode: Episode) -> None:
         """Nothing of it is bad any more."""

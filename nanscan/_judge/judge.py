@@ -13,17 +13,16 @@ from nanscan._collect.snapshot import StepRecord
 from nanscan._data.finding import Finding
 from nanscan._data.places import ModulePlace, SinglePlace
 from nanscan._data.result import ScanResult
-from nanscan._data.row import nonfinite
 from nanscan._data.site import Kind, Site
-from nanscan._data.text import share
 from nanscan._judge.causes import causes, unlikely
-from nanscan._judge.episode import Episode, Episodes
+from nanscan._judge.episode import BadParts, Episode, Episodes
 from nanscan._judge.evidence import Evidence
 from nanscan._judge.near_limit import is_near
 from nanscan._judge.provenance import Provenance, is_unset
 from nanscan._judge.step import StepVerdicts
 
-_GROWS = 1.5  # times as many bad elements as before: something else made them, too
+_PARTS = 64  # of dimension 0 that a row tells apart
+_SHOWN = 4  # samples
 _MAX_TOLD = 3  # new episodes of one step; more are in `findings`
 
 Group = list[int]  # rows with one root, in the order in which they went bad
@@ -65,13 +64,16 @@ class Judge:
         self._ignores = ignores
         self._episodes = Episodes()
         self._lasting: dict[int, ScanResult] = {}  # parameters and the like that are bad, by row
-        self._unset: set[int] = set()  # buffers that were bad before their model first ran
+        # Buffers that were bad before their model first ran, as they were then.
+        self._unset: dict[int, ScanResult] = {}
         self._tolerated: set[int] = set()  # rows that were bad in a step and led to nothing
         self._noted: set[int] = set()  # roots of which a note was given
         self._near: set[int] = set()  # rows reported as near the limit, still there
         self._latest: set[int] = set()  # rows that were bad in the last whole record
         self._emitted: set[int] = set()  # of these, what outermost modules returned
-        self._since: dict[int, int] = {}  # in which step a row of `_lasting` went bad
+        # Rows of `_lasting` that were found amid a step: that step, and whether they were spoiled
+        # in it, or are those of a model that first ran in it.
+        self._found_in: dict[int, tuple[int, bool]] = {}
         self._saved: dict[int, bool] = {}  # rows of `_lasting`: whether a checkpoint holds them
 
     @property
@@ -82,7 +84,7 @@ class Judge:
     @property
     def is_waiting(self) -> bool:
         """Whether a record matters in which nothing is bad: what was may be over, or harmless."""
-        return bool(self._episodes or self._near or self._unset - self._tolerated)
+        return bool(self._episodes or self._near or self._unset.keys() - self._tolerated)
 
     def judge(self, record: StepRecord) -> list[Finding]:
         """What is new in a step, in the order in which it happened; complete findings."""
@@ -90,7 +92,9 @@ class Judge:
         if not (record.notable or self.is_waiting):
             return []  # and so `_latest` is empty
         bad = self._bad(record)
-        self._unset |= {row for row in bad if is_unset(record, row)}
+        self._unset |= {row: record.result(row) for row in bad if is_unset(record, row)}
+        for row in [row for row in bad if row in self._unset and self._is_worse(record, row)]:
+            del self._unset[row]
         provenance = self._trace(record, bad)
         step = StepVerdicts(record, self._rank, provenance, self._lasting)
         news = [step.describe(row, "near-limit") for row in self._newly_near(record, set(bad))]
@@ -104,6 +108,8 @@ class Judge:
         else:
             news += self._faults(step, record, provenance, faults)
             news += self._notes(step, notes)
+        if record.is_untrained or record.spoiled:
+            self._found_in |= {row: (record.step, bool(record.spoiled)) for row in bad}
         self._update_lasting(record, bad)
         if record.is_whole:
             self._tolerated |= {row for row in self._unset if provenance.ends(row)}
@@ -115,7 +121,8 @@ class Judge:
             record,
             bad,
             lasting=self._lasting,
-            late={row for row, step in self._since.items() if step == record.step},
+            late=self._amid(record.step, is_spoiled=False),
+            spoiled=self._amid(record.step, is_spoiled=True),
             before=self._latest if record.continues else (),
             emitted=self._emitted,
             tolerated=self._tolerated,
@@ -133,8 +140,15 @@ class Judge:
             root = provenance.roots[group[0]]
             is_silent = provenance.quiet.issuperset([root, *group])
             if not is_silent:
-                is_note = root in provenance.handed_in and not provenance.leads_on(group)
-                (notes if is_note else faults).append(group)
+                is_note = root in provenance.handed_in and (
+                    not provenance.leads_on(group)
+                    # It led to nothing before, and what else is bad has another origin.
+                    or (group == [root] and root in self._tolerated)
+                )
+                if not is_note:
+                    faults.append(group)
+                elif not record.nodes[root].is_written:  # else a cache with room in it
+                    notes.append(group)
             if (is_silent or is_note) and record.is_whole:
                 self._tolerated.update(group)
         return faults, notes
@@ -181,6 +195,7 @@ class Judge:
         root = provenance.roots[group[0]]
         episode, is_new = self._episode_of(record, provenance, root)
         episode.note(record.step)
+        episode.after = episode.after or self._episodes.of(provenance.behind.get(root, -1))
         is_due = episode.is_due(record.step)
         rows = [root, *group] if is_new and root in self._unset else group  # the buffer comes first
         reports = [
@@ -188,12 +203,13 @@ class Judge:
             for row in rows
             if row not in episode.rows and (is_due or not episode.flaps)
         ]
-        grown = [] if is_new else self._grown(record, provenance, episode, group)
+        spread = self._spread(record, provenance, episode, group)
         is_forward = any(record.nodes[row].kind.is_forward for row in group)
-        shows = is_forward and not episode.is_in_forward
+        is_kept = record.nodes[root].kind is Kind.BUFFER
+        shows = is_forward and is_kept and not episode.is_in_forward
         episode.is_in_forward |= is_forward
         for row in rows:
-            self._episodes.add(episode, row, _share(record, row))
+            self._episodes.add(episode, row)
         if is_new and reports:
             reports[0].news = "new"
             reports[0].addition = episode.count if episode.comebacks else ""
@@ -203,7 +219,7 @@ class Judge:
             first = root if root in group else group[0]
             again = _Report(episode, first, "again", episode.count)
             reports = [again, *(each for each in reports if each.row != first)]
-        return reports + [each for each in grown if each.row not in {r.row for r in reports}]
+        return reports + [each for each in spread if each.row not in {r.row for r in reports}]
 
     def _episode_of(
         self, record: StepRecord, provenance: Provenance, root: int
@@ -223,7 +239,7 @@ class Judge:
         if root == first or root in self._lasting or not record.turn.is_full:
             return False
         is_fine = record.was_scanned(first) and not record.rows[first]["ticket"]
-        return is_fine and not self._lasting.keys() & episode.rows.keys()
+        return is_fine and not self._lasting.keys() & episode.rows
 
     def _may_follow(self, record: StepRecord, provenance: Provenance, root: int) -> bool:
         """Whether what a row was made from was not scanned in this step."""
@@ -234,29 +250,29 @@ class Judge:
             return True
         return not any(map(record.was_scanned, node.place.input_sources()))
 
-    def _grown(
+    def _spread(
         self, record: StepRecord, provenance: Provenance, episode: Episode, group: Group
     ) -> list[_Report]:
-        """The first row that has far more bad elements than in any step before, if a model made it.
+        """The first row that is bad in samples in which it was not, if a model made it.
 
-        A second fault shows like that where a first one goes on: in another row of a batch.
+        A second fault shows like that where a first one goes on: in another request of a batch that
+        is served. Steps of a training run have other samples each time.
         """
-        if record.step <= episode.began:
-            return []
+        before = {row: episode.parts.get(row, BadParts()) for row in group}
+        episode.parts |= {
+            row: before[row].then(record.step, *record.bad_parts(row)) for row in group
+        }
+        if any(record.nodes[row].kind.is_scaled for row in record.scanned()):
+            return []  # a training step, whose samples are others each time
         for row in group:
-            was, now = episode.rows.get(row), _share(record, row)
-            if was is None or now < _GROWS * was:
+            new = before[row].new_in(episode.parts[row])
+            if not new:
                 continue
             node, sources = record.nodes[row], provenance.sources.get(row, set())
-            is_made = node.kind is Kind.OUTPUT or (
-                node.kind is Kind.INPUT and node.place.parent is not None
-            )
-            if not is_made or sources & self._lasting.keys():
-                return []
-            how = (
-                f"more was made here: {share(now, 1)} of its elements are bad, at most "
-                f"{share(was, 1)} in the steps before, and nothing before it has more"
-            )
+            is_inner = node.kind is Kind.INPUT and node.place.parent is not None
+            if not (node.kind is Kind.OUTPUT or is_inner) or sources & self._lasting.keys():
+                break  # what is worse comes from the caller, or was kept
+            how = f"made here in {_samples(new, before[row].size)}, beside what was bad in the step before"
             return [_Report(episode, row, "new", how=how)]
         return []
 
@@ -299,8 +315,11 @@ class Judge:
         over = [
             episode
             for episode in self._episodes
-            if not (episode.rows.keys() & bad or episode.rows.keys() & self._lasting.keys())
+            if not (episode.rows & bad or episode.rows & self._lasting.keys())
+            and any(map(record.was_scanned, episode.rows))
         ]
+        on = [episode for episode in self._episodes if episode not in over]
+        over = [each for each in over if not any(episode.after is each for episode in on)]
         for episode in over:
             self._episodes.end(episode)
         how = "all that was scanned in this step is finite"
@@ -310,9 +329,8 @@ class Judge:
         for episode in over:
             # Its root, or, where its tensor is another one's in this step, the next that is seen.
             seen = (row for row in (episode.root, *sorted(episode.rows)) if record.was_scanned(row))
-            row = next(seen, next(record.scanned(), None))
-            if row is not None and not episode.flaps:
-                found.append(step.describe(row, "recovered", how))
+            if not episode.flaps and episode.after not in over:
+                found.append(step.describe(next(seen), "recovered", how))
         return found
 
     # -- which rows count --------------------------------------------------------------------------
@@ -341,14 +359,23 @@ class Judge:
         dtype = getattr(torch, described[0]) if described else torch.float32
         return self._ignores(record.nodes[row].site, dtype)
 
+    def _amid(self, step: int, *, is_spoiled: bool) -> set[int]:
+        return {row for row, found in self._found_in.items() if found == (step, is_spoiled)}
+
+    def _is_worse(self, record: StepRecord, row: int) -> bool:
+        """Whether a buffer holds more bad values than before its model first ran."""
+        was, now = self._unset[row], record.result(row)
+        return (
+            now.nan_count > was.nan_count
+            or now.posinf_count > was.posinf_count
+            or now.neginf_count > was.neginf_count
+        )
+
     def _update_lasting(self, record: StepRecord, bad: list[int]) -> None:
         for row in [row for row in self._lasting if record.was_scanned(row)]:
-            if not record.rows[row]["ticket"]:
-                self._since.pop(row, None)
             del self._lasting[row]
         for row in bad:
             if record.nodes[row].kind.is_saved:
-                self._since.setdefault(row, record.step)
                 self._lasting[row] = record.result(row)
                 place = record.nodes[row].place
                 self._saved[row] = not isinstance(place, SinglePlace) or place.is_saved
@@ -373,12 +400,13 @@ class _Report:
     how: str = ""
 
 
-def _share(record: StepRecord, row: int) -> float:
-    """Which share of all elements that were scanned into a row is bad."""
-    if not record.was_scanned(row):
-        return 0.0
-    bad = int(nonfinite(record.rows[row : row + 1])[0])
-    return bad / max(int(record.rows[row]["elements"]), 1)
+def _samples(parts: int, size: int) -> str:
+    """Indices of dimension 0 in words."""
+    if size > _PARTS:
+        return f"other samples of {size:,}"
+    indices = [str(index) for index in range(size) if parts >> index & 1]
+    shown = ", ".join(indices[:_SHOWN]) + (", ..." if len(indices) > _SHOWN else "")
+    return f"sample{'s' * (len(indices) > 1)} {shown} of {size}"
 
 
 def _complete(evidence: Evidence) -> Finding:

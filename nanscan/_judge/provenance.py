@@ -36,7 +36,8 @@ class Provenance:
         record: the record.
         bad: its bad rows, in the order in which they went bad.
         lasting: rows that were bad before the record and stay so: parameters, buffers, moments.
-        late: those of `lasting` that went bad in the same step.
+        late: those of `lasting` of models that first ran amid the same step.
+        spoiled: those that other code has spoiled in the same step.
         before: other rows that were bad in the first part of the same step.
         emitted: outputs of outermost modules that were bad in the step before.
         tolerated: rows that were bad in earlier steps, which led to nothing.
@@ -48,6 +49,7 @@ class Provenance:
         quiet: rows that mean nothing by themselves: -Inf alone, as masks hold it, and `unset`.
         sources: of each bad row those that it follows from, empty where it was made.
         roots: of each bad row the one with which it began: itself where it was made.
+        behind: of buffers that are roots: what spoiled them began with.
         handed_in: bad rows that the caller of an outermost module handed in.
     """
 
@@ -58,6 +60,7 @@ class Provenance:
         *,
         lasting: Collection[int],
         late: Collection[int],
+        spoiled: Collection[int],
         before: Iterable[int],
         emitted: Collection[int],
         tolerated: Collection[int],
@@ -67,6 +70,7 @@ class Provenance:
         self._record = record
         self._rows = set(bad)
         self._lasting = set(lasting)
+        self._spoiled = spoiled
         self._tolerated = tolerated
         self._emitted = emitted
         self._finite: dict[ModulePlace, bool] = {}
@@ -75,6 +79,7 @@ class Provenance:
         self.quiet |= set(unset)
         self.sources: dict[int, set[int]] = {}
         self.roots: dict[int, int] = {}
+        self.behind: dict[int, int] = {}
         self.handed_in: set[int] = set()
         self._first: dict[Kind, int] = {}  # of rows that were made for one reason
         self._known: set[int] = set()
@@ -151,13 +156,19 @@ class Provenance:
     # -- what a row follows from -------------------------------------------------------------------
 
     def _root(self, row: int) -> int:
-        # A buffer stays bad when all else is fine again: it is a matter of its own.
-        if not self.sources[row] or self._record.nodes[row].kind is Kind.BUFFER:
+        if not self.sources[row]:
             return self._first_alike(row)
         # What was harmless so far explains a fault only if nothing else does.
         sources = self.sources[row] - set(self._tolerated) or self.sources[row]
         first = min(sources, key=lambda r: (r in self.roots, self._ticket(r)))
-        return self.roots.get(first, first)
+        root = self.roots.get(first, first)
+        if self._record.nodes[row].kind is not Kind.BUFFER:
+            return root
+        # A buffer stays bad when all else is fine again: it is a matter of its own.
+        own = self._first_alike(row)
+        if root != own:
+            self.behind.setdefault(own, root)
+        return own
 
     def _first_alike(self, row: int) -> int:
         """A row that began something: itself, or the first one that went bad with it.
@@ -239,8 +250,13 @@ class Provenance:
         if row in self.quiet:
             if not self.ends(row):
                 self._live_quiet.add(row)
-        elif not (self.ends(row) and (row in self._tolerated or row in self._lasting)):
+        elif not self._is_over(row):
             self._live.append(row)
+
+    def _is_over(self, row: int) -> bool:
+        if row in self._spoiled or not self.ends(row):
+            return False  # a spoiled parameter shows in backward, even if forward was before
+        return row in self._tolerated or row in self._lasting
 
     def _all_live(self) -> set[int]:
         """What may be found in any value that comes now: the first is enough."""

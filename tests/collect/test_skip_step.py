@@ -638,7 +638,12 @@ def test_only_healthy_models_become_checkpoints(tmp_path):
 
     for step, x in enumerate([batch(0), set_nan(batch(1)), batch(2), batch(3)]):
         train(model, optimizer, [x])
-        if step == 3:  # a forward that no optimizer step followed yet
-            run_quiet(model, set_nan(batch(4)))
+        if step == 2:  # other code spoils a parameter, and repairs it
+            model.fc1.bias.data[0] = NAN
+            run_quiet(model, batch(4))
         save_checkpoint(tmp_path / f"{step}.pt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "2.pt"]
+        model.fc1.bias.data.nan_to_num_(0.1)
+    # A skipped step leaves the parameters as they were.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "1.pt", "3.pt"]
+    for path in tmp_path.iterdir():
+        assert all(x.isfinite().all() for x in torch.load(path).values())

@@ -32,6 +32,7 @@ from helpers.models import (
 )
 from nanscan._data.finding import FAULTS
 from nanscan._data.site import DEFAULT_KINDS, KINDS
+from nanscan._judge import episode
 
 # -- two models ------------------------------------------------------------------------------------
 
@@ -375,8 +376,9 @@ def test_faults_in_the_first_step(scope, make, value, start):
 @VALUES
 @MODELS
 @SCOPES
-def test_faults_in_the_course_of_training(scope, make, value, start):
+def test_faults_in_the_course_of_training(scope, make, value, start, monkeypatch):
     """Each is undone after its step, and the next step is clean."""
+    monkeypatch.setattr(episode, "_WINDOW", 0)  # each is a fault of its own
     run, monitor = start(make, scope, value)
     for _ in range(3):
         run.step()

@@ -59,7 +59,7 @@ def test_the_next_step_names_the_op(model):
     with nanscan.watch(model, locate=True, skip_step=True, action=told.append) as monitor:
         run(model, 6, bad_from=3)
     finding = monitor.findings[0]
-    assert (finding.step, finding.verdict, str(finding.site)) == (3, "origin", "b output")
+    assert (finding.step, finding.verdict, str(finding.site)) == (3, "origin", "b input[0]")
     located = monitor.located[0]
     location = located.location
     assert (location.op, location.step, location.module) == ("aten.log.default", 4, "Logs")
@@ -69,7 +69,7 @@ def test_the_next_step_names_the_op(model):
         True
     ] * 2
     assert located.finding is finding
-    assert str(located).startswith("why b output went bad in step 3: aten.log.default made")
+    assert str(located).startswith("why b input[0] went bad in step 3: aten.log.default made")
 
 
 def test_the_monitor_is_cheap_again_afterwards(model):
@@ -343,7 +343,7 @@ def test_searches_take_a_bounded_share_of_the_steps(model):
             for _ in train(model, 1, bad_from=step % 20):
                 pass
             searched += _len_torch_dispatch_stack()
-    assert 60 < searched < 90
+    assert 20 < searched < 90  # a fault that comes and goes is not searched each time
 
 
 def test_a_replay_with_another_model_is_refused(model, tmp_path):
