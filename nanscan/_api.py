@@ -60,7 +60,8 @@ def enable(  # noqa: PLR0913 - options by name
         max_skipped_steps: a GradScaler may skip fewer than this many optimizer steps in a row. This
             many are a fault. To go from its initial scale, 65536, down to 1 it needs 16.
         ignore: what never to report: patterns of qualified names ("*.attn.softmax", "encoder.*"),
-            dtypes, kinds as "kind:grad", or a function of (Site, dtype) that returns True.
+            sites as reports print them ("encoder.0 output"), dtypes, kinds as "kind:grad", or a
+            function of (Site, dtype) that returns True.
         include: watch only these modules: module types, or patterns of qualified names
             ("decoder.layers.*"), which also name the modules inside. None: all modules.
         exclude: do not watch these modules, parameters and buffers. Give module types or patterns

@@ -156,5 +156,5 @@ def ignores(rules: Ignore) -> Callable[[Site, torch.dtype], bool]:
     return lambda site, dtype: (
         dtype in dtypes
         or site.kind in kinds
-        or any(fnmatch.fnmatchcase(site.name, name) for name in names)
+        or any(name == str(site) or fnmatch.fnmatchcase(site.name, name) for name in names)
     )

@@ -221,11 +221,11 @@ class Registry:
         for key in dict(module.named_buffers(recurse=False)) if scripted else module._buffers:  # noqa: SLF001
             if key not in owner.buffers:
                 full = f"{name}.{key}".removeprefix(".")
-                place = owner.buffers[key] = SinglePlace(full, owner, Kind.BUFFER)
-                place.watched = owner.watched and self._wants(full, None)
-                place.is_statistic = key.startswith("running_") and isinstance(module, _NormBase)
-                place.is_saved = key not in getattr(module, "_non_persistent_buffers_set", ())
-                self._buffers.append((reference, key, place))
+                buffer = owner.buffers[key] = SinglePlace(full, owner, Kind.BUFFER)
+                buffer.watched = owner.watched and self._wants(full, None)
+                buffer.is_statistic = key.startswith("running_") and isinstance(module, _NormBase)
+                buffer.is_saved = key not in getattr(module, "_non_persistent_buffers_set", ())
+                self._buffers.append((reference, key, buffer))
 
     def _ignore(self, module: nn.Module) -> None:
         """A graph that a compiler made and runs is no module of the user's."""

@@ -218,7 +218,8 @@ class RecordQueue:
         skips = self._count_skips(pending.outcome)
         if pending.is_whole and pending.context["turn"].is_full:
             self._table.history.full_order = rows.order.copy()
-        self._delivered_ticket = self._table.last_ticket
+        if not isinstance(pending.rows, Sweep):  # which shows nothing of the table
+            self._delivered_ticket = self._table.last_ticket
         self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
         if rows.notable or skips or self._consumer.has_news:
             self._consumer.on_record(self._record(pending, rows, skips))

@@ -62,8 +62,8 @@ class Finding:
         unscanned: modules that this step did not scan, between the last site known to be finite and
             this one: it may have been made there.
         unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
-        episode: number of the fault's episode, from 1: what follows from one fault is one episode; 0
-            for what is no fault.
+        episode: number of the fault's episode, from 1: all that follows from one fault is one
+            episode; 0 for what is no fault.
         news: "new": its episode begins with it; "again": its episode goes on, and is told again;
             "": it belongs to an episode that was told. Sinks get no fault with "".
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -22,6 +23,18 @@ _ENGINE = graph._engine_run_backward.__code__  # noqa: SLF001 - what a backward 
 def is_library(file: str) -> bool:
     """Whether a file belongs to torch, nanscan, or Python's import machinery."""
     return file.startswith((*_LIBRARIES, "<frozen "))
+
+
+_INSTALLED = tuple(
+    f"{Path(path)}{os.sep}"
+    for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+)
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or to a package that was installed, such as a trainer."""
+    return is_library(file) or file.startswith(_INSTALLED)
 
 
 # What runs a graph: its own code ("<eval_with_key>"), torch.fx and the call of a module.

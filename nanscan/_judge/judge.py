@@ -11,14 +11,14 @@ import torch
 
 from nanscan._collect.snapshot import StepRecord
 from nanscan._data.finding import Finding
-from nanscan._data.places import ModulePlace, SinglePlace
-from nanscan._data.result import ScanResult
+from nanscan._data.places import ModulePlace
 from nanscan._data.site import Kind, Site
 from nanscan._judge.causes import causes, unlikely
 from nanscan._judge.episode import BadParts, Episode, Episodes
 from nanscan._judge.evidence import Evidence
+from nanscan._judge.lasting import Lasting
 from nanscan._judge.near_limit import is_near
-from nanscan._judge.provenance import Provenance, is_unset
+from nanscan._judge.provenance import Provenance
 from nanscan._judge.step import StepVerdicts
 
 _PARTS = 64  # of dimension 0 that a row tells apart
@@ -63,28 +63,22 @@ class Judge:
         self._max_skips = max_skips
         self._ignores = ignores
         self._episodes = Episodes()
-        self._lasting: dict[int, ScanResult] = {}  # parameters and the like that are bad, by row
-        # Buffers that were bad before their model first ran, as they were then.
-        self._unset: dict[int, ScanResult] = {}
+        self._lasting = Lasting()
         self._tolerated: set[int] = set()  # rows that were bad in a step and led to nothing
         self._noted: set[int] = set()  # roots of which a note was given
         self._near: set[int] = set()  # rows reported as near the limit, still there
         self._latest: set[int] = set()  # rows that were bad in the last whole record
         self._emitted: set[int] = set()  # of these, what outermost modules returned
-        # Rows of `_lasting` that were found amid a step: that step, and whether they were spoiled
-        # in it, or are those of a model that first ran in it.
-        self._found_in: dict[int, tuple[int, bool]] = {}
-        self._saved: dict[int, bool] = {}  # rows of `_lasting`: whether a checkpoint holds them
 
     @property
     def is_healthy(self) -> bool:
         """Whether all that a checkpoint holds was finite when it was last scanned."""
-        return not any(self._saved[row] for row in self._lasting if row not in self._unset)
+        return self._lasting.is_healthy
 
     @property
     def is_waiting(self) -> bool:
         """Whether a record matters in which nothing is bad: what was may be over, or harmless."""
-        return bool(self._episodes or self._near or self._unset.keys() - self._tolerated)
+        return bool(self._episodes or self._near or self._lasting.unset.keys() - self._tolerated)
 
     def judge(self, record: StepRecord) -> list[Finding]:
         """What is new in a step, in the order in which it happened; complete findings."""
@@ -92,14 +86,13 @@ class Judge:
         if not (record.notable or self.is_waiting):
             return []  # and so `_latest` is empty
         bad = self._bad(record)
-        self._unset |= {row: record.result(row) for row in bad if is_unset(record, row)}
-        for row in [row for row in bad if row in self._unset and self._is_worse(record, row)]:
-            del self._unset[row]
+        self._lasting.note_unset(record, bad)
         provenance = self._trace(record, bad)
-        step = StepVerdicts(record, self._rank, provenance, self._lasting)
+        step = StepVerdicts(record, self._rank, provenance, self._lasting.rows)
         news = [step.describe(row, "near-limit") for row in self._newly_near(record, set(bad))]
         faults, notes = self._sort(record, provenance)
-        rows = [row for row in bad if any(row in group for group in faults)]
+        in_faults = {row for group in faults for row in group}
+        rows = [row for row in bad if row in in_faults]
         if record.is_whole:
             self._latest = set(rows)
             self._emitted = {row for row in rows if provenance.is_returned(row)}
@@ -108,11 +101,9 @@ class Judge:
         else:
             news += self._faults(step, record, provenance, faults)
             news += self._notes(step, notes)
-        if record.is_untrained or record.spoiled:
-            self._found_in |= {row: (record.step, bool(record.spoiled)) for row in bad}
-        self._update_lasting(record, bad)
+        self._lasting.update(record, bad)
         if record.is_whole:
-            self._tolerated |= {row for row in self._unset if provenance.ends(row)}
+            self._tolerated |= {row for row in self._lasting.unset if provenance.ends(row)}
         news += self._recovered(step, record, set(rows))
         return [_complete(evidence) for evidence in news]
 
@@ -120,19 +111,17 @@ class Judge:
         return Provenance(
             record,
             bad,
-            lasting=self._lasting,
-            late=self._amid(record.step, is_spoiled=False),
-            spoiled=self._amid(record.step, is_spoiled=True),
+            lasting=self._lasting.rows,
+            late=self._lasting.joined_in(record.step),
+            spoiled=self._lasting.spoiled_in(record.step),
             before=self._latest if record.continues else (),
             emitted=self._emitted,
             tolerated=self._tolerated,
-            unset=self._unset,
+            unset=self._lasting.unset,
             near_limit=self._near_limit,
         )
 
-    def _sort(
-        self, record: StepRecord, provenance: Provenance
-    ) -> tuple[list[Group], list[Group]]:
+    def _sort(self, record: StepRecord, provenance: Provenance) -> tuple[list[Group], list[Group]]:
         """Groups that are faults, and those that are notes. -Inf that led to nothing is neither."""
         faults, notes = [], []
         for group in provenance.groups():
@@ -188,16 +177,15 @@ class Judge:
         )
         return evidence
 
-    def _reports(
-        self, record: StepRecord, provenance: Provenance, group: Group
-    ) -> list[_Report]:
+    def _reports(self, record: StepRecord, provenance: Provenance, group: Group) -> list[_Report]:
         """What is to be reported of rows with one root; notes that they are bad."""
         root = provenance.roots[group[0]]
         episode, is_new = self._episode_of(record, provenance, root)
         episode.note(record.step)
         episode.after = episode.after or self._episodes.of(provenance.behind.get(root, -1))
         is_due = episode.is_due(record.step)
-        rows = [root, *group] if is_new and root in self._unset else group  # the buffer comes first
+        is_buffer = is_new and root in self._lasting.unset
+        rows = [root, *group] if is_buffer else group
         reports = [
             _Report(episode, row)
             for row in rows
@@ -234,12 +222,12 @@ class Judge:
         return self._episodes.begin(root, record.step)
 
     def _is_of_its_own(self, record: StepRecord, episode: Episode, root: int) -> bool:
-        """Whether a row that followed from an episode is bad now though the episode's root is fine."""
+        """Whether a row that followed from an episode is bad though the episode's root is fine."""
         first = episode.root
-        if root == first or root in self._lasting or not record.turn.is_full:
+        if root == first or root in self._lasting.rows or not record.turn.is_full:
             return False
         is_fine = record.was_scanned(first) and not record.rows[first]["ticket"]
-        return is_fine and not self._lasting.keys() & episode.rows
+        return is_fine and not self._lasting.rows.keys() & episode.rows
 
     def _may_follow(self, record: StepRecord, provenance: Provenance, root: int) -> bool:
         """Whether what a row was made from was not scanned in this step."""
@@ -270,9 +258,10 @@ class Judge:
                 continue
             node, sources = record.nodes[row], provenance.sources.get(row, set())
             is_inner = node.kind is Kind.INPUT and node.place.parent is not None
-            if not (node.kind is Kind.OUTPUT or is_inner) or sources & self._lasting.keys():
+            if not (node.kind is Kind.OUTPUT or is_inner) or sources & self._lasting.rows.keys():
                 break  # what is worse comes from the caller, or was kept
-            how = f"made here in {_samples(new, before[row].size)}, beside what was bad in the step before"
+            samples = _samples(new, before[row].size)
+            how = f"made here in {samples}, beside what was bad in the step before"
             return [_Report(episode, row, "new", how=how)]
         return []
 
@@ -315,7 +304,7 @@ class Judge:
         over = [
             episode
             for episode in self._episodes
-            if not (episode.rows & bad or episode.rows & self._lasting.keys())
+            if not (episode.rows & bad or episode.rows & self._lasting.rows.keys())
             and any(map(record.was_scanned, episode.rows))
         ]
         on = [episode for episode in self._episodes if episode not in over]
@@ -358,27 +347,6 @@ class Judge:
         described = record.describe(row)
         dtype = getattr(torch, described[0]) if described else torch.float32
         return self._ignores(record.nodes[row].site, dtype)
-
-    def _amid(self, step: int, *, is_spoiled: bool) -> set[int]:
-        return {row for row, found in self._found_in.items() if found == (step, is_spoiled)}
-
-    def _is_worse(self, record: StepRecord, row: int) -> bool:
-        """Whether a buffer holds more bad values than before its model first ran."""
-        was, now = self._unset[row], record.result(row)
-        return (
-            now.nan_count > was.nan_count
-            or now.posinf_count > was.posinf_count
-            or now.neginf_count > was.neginf_count
-        )
-
-    def _update_lasting(self, record: StepRecord, bad: list[int]) -> None:
-        for row in [row for row in self._lasting if record.was_scanned(row)]:
-            del self._lasting[row]
-        for row in bad:
-            if record.nodes[row].kind.is_saved:
-                self._lasting[row] = record.result(row)
-                place = record.nodes[row].place
-                self._saved[row] = not isinstance(place, SinglePlace) or place.is_saved
 
 
 @dataclass

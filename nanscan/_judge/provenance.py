@@ -41,7 +41,7 @@ class Provenance:
         before: other rows that were bad in the first part of the same step.
         emitted: outputs of outermost modules that were bad in the step before.
         tolerated: rows that were bad in earlier steps, which led to nothing.
-        unset: buffers that were bad before their model first ran, see `is_unset`.
+        unset: buffers that were bad before their model first ran, see `Lasting`.
         near_limit: share of a dtype's largest value from which a finite value hints at an overflow.
 
     Attributes:
@@ -68,7 +68,6 @@ class Provenance:
         near_limit: float,
     ) -> None:
         self._record = record
-        self._rows = set(bad)
         self._lasting = set(lasting)
         self._spoiled = spoiled
         self._tolerated = tolerated
@@ -117,9 +116,9 @@ class Provenance:
         )
 
     def ends(self, row: int) -> bool:
-        """Whether a module around a row, or the module that a row is handed to, is finite behind it.
+        """Whether a module around a row, or the one that it is handed to, returned finite values.
 
-        It is where all outputs of the module were scanned and are finite in all its calls.
+        All outputs of the module were scanned then, and are finite in all its calls.
         """
         node = self._record.nodes[row]
         place: Place | None = node.place
@@ -149,7 +148,7 @@ class Provenance:
             returned = max((int(rows[row]["calls"]) for row in outputs), default=0)
             inputs = [node.row for node in place.input_nodes() if scanned(node.row)]
             called = max((int(rows[row]["calls"]) for row in inputs), default=1)
-            known = returned >= called and not self._rows.intersection(outputs)
+            known = returned >= called and not any(rows[row]["ticket"] for row in outputs)
             self._finite[place] = known
         return known
 
@@ -300,12 +299,3 @@ def _is_layer(record: StepRecord, place: Place) -> bool:
     module = record.model.modules.get(place) if isinstance(place, ModulePlace) else None
     is_of_torch = module is not None and type(module).__module__.startswith("torch.nn.modules.")
     return is_of_torch and isinstance(getattr(module, "weight", None), torch.Tensor)
-
-
-def is_unset(record: StepRecord, row: int) -> bool:
-    """Whether a buffer is bad before its model first runs, and may be meant to be.
-
-    It may be the start of a running extreme, or memory that is written before it is read.
-    """
-    place = record.nodes[row].place
-    return record.is_untrained and isinstance(place, SinglePlace) and not place.is_statistic

@@ -98,14 +98,11 @@ class StepVerdicts:
             )
         if self._provenance.sources.get(row):
             return _Conclusion("propagated", _HOW["propagated"])
-        if node.kind is Kind.INPUT:
+        if node.kind in (Kind.INPUT, Kind.LOSS, Kind.PROBE):
             around = node.place.parent
             where = f", in the forward of {around.name}" if around is not None else ""
-            return _Conclusion(
-                "origin", f"made by code outside of any module{where}", self._between(row)
-            )
-        if node.kind in (Kind.LOSS, Kind.PROBE):
-            return _Conclusion("origin", "made by code outside of any module", self._between(row))
+            how = f"made by code outside of any module{where}"
+            return _Conclusion("origin", how, self._between(row))
         between = self._between(row) if node.kind.is_gradient else None
         return _Conclusion("origin", "made here", between)
 
@@ -135,17 +132,21 @@ class StepVerdicts:
             if (
                 node.kind is not Kind.OUTPUT
                 or not isinstance(node.place, ModulePlace)
-                or row in rows
+                or self._is_bad(row)
             ):
                 continue
             own = [n.row for n in node.place.outputs.walk() if n.row >= 0]
             taken = node.place.input_sources() & rows
-            if taken and not rows & set(own):
+            if taken and not any(self._is_bad(r) for r in own):
                 found.append((int(self._record.order[row]), row, sorted(taken)))
         if not found:
             return None
         _, first, handed = min(found)
         return self.describe(first, "absorbed", given=self._seen(handed))
+
+    def _is_bad(self, row: int) -> bool:
+        """Whether a row holds something non-finite, also where that is ignored."""
+        return self._record.was_scanned(row) and bool(self._record.rows[row]["ticket"])
 
     # -- surroundings ------------------------------------------------------------------------------
 

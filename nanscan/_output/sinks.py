@@ -6,11 +6,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Literal
 
 from nanscan._data.errors import NonFiniteError, NonFiniteWarning
 from nanscan._data.finding import Finding, Located
-from nanscan._data.frames import is_library
+from nanscan._data.frames import is_installed, user_frame
 
 _logger = logging.getLogger("nanscan")
 
@@ -141,13 +142,37 @@ def without_raising(sinks: Iterable[Sink]) -> list[Sink]:
 
 
 def warn(text: str) -> None:
-    """Emits a warning that points at the innermost line of user code."""
-    warnings.warn(text, NonFiniteWarning, stacklevel=_user_stacklevel())
+    """Emits a warning that points at the innermost line of user code; logs one that is filtered.
+
+    Python shows a warning of one text and line once, and none that a filter ignores. A second run
+    in one process must not lose its fault, nor a run that silences all warnings.
+    """
+    frame = _user_frame()
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    module = frame.f_globals.get("__name__") or "<unknown>"
+    if _is_ignored(text, module, line):
+        _logger.error(text)
+        return
+    warnings.warn_explicit(text, NonFiniteWarning, file, line, module=module, registry={})
 
 
-def _user_stacklevel() -> int:
-    """The stacklevel, for a warning of the caller, of the innermost frame of user code."""
-    frame, level = sys._getframe(1), 1  # noqa: SLF001
-    while frame.f_back is not None and is_library(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
+def _user_frame() -> FrameType:
+    """The innermost frame that belongs to no installed package, else to neither torch nor us."""
+    frame = user_frame(sys._getframe(1)) or sys._getframe(1)  # noqa: SLF001
+    own: FrameType | None = frame
+    while own is not None and is_installed(own.f_code.co_filename):
+        own = own.f_back
+    return own or frame
+
+
+def _is_ignored(text: str, module: str, line: int) -> bool:
+    """Whether the first of Python's warning filters that matches says "ignore"."""
+    for action, message, category, of_module, of_line in warnings.filters:
+        if (
+            (message is None or message.match(text))
+            and issubclass(NonFiniteWarning, category)
+            and (of_module is None or of_module.match(module))
+            and of_line in (0, line)
+        ):
+            return action == "ignore"
+    return False

@@ -89,12 +89,12 @@ def causes(e: Evidence) -> list[Cause]:
     """Up to three likely causes, best first. What was handed on has its cause where it began."""
     if e.record.spoiled:
         return []  # no scan explains what other code did to a parameter
-    rules = RULES[:1] if e.record.is_untrained else RULES  # nothing else has happened yet
+    rules = RULES[:1] if e.from_start else RULES  # nothing else has happened yet
     return [*itertools.islice(answers(rules, e), _MAX_CAUSES)]
 
 
 def unlikely(e: Evidence) -> list[str]:
     """Common suspicions that the numbers refute, the first two."""
-    if e.record.spoiled or e.record.is_untrained:
+    if e.record.spoiled or e.from_start:
         return []
     return [*itertools.islice(answers(SUSPICIONS, e), _MAX_UNLIKELY)]

@@ -18,7 +18,7 @@ _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # of Adam, RMS
 @rule(verdicts=("origin", "near-limit"))
 def uninitialised_parameter(e: Evidence) -> Cause | None:
     """Non-finite or absurd before anything ran."""
-    if not e.record.is_untrained:
+    if not (e.from_start or e.record.is_untrained):
         return None
     stats = e.stats
     evidence = (
@@ -28,6 +28,13 @@ def uninitialised_parameter(e: Evidence) -> Cause | None:
         else f"{stats.nonfinite_count:,} of {stats.numel:,} elements were non-finite before the "
         "first forward"
     )
+    if e.kind is Kind.BUFFER:
+        name = e.finding.site.name
+        return Cause(
+            "the buffer was never filled, or loaded from a bad checkpoint",
+            evidence,
+            f"compute {name} before the model runs, or load a state_dict that holds it",
+        )
     return Cause(
         "the parameter was never initialised, or loaded from a bad checkpoint",
         evidence,
