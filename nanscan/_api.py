@@ -51,7 +51,7 @@ def enable(  # noqa: PLR0913 - options by name
             If no optimizer holds the parameters, gradients are scanned after each backward, and
             parameters before the next forward. Gradients that `torch.autograd.grad` returns are not
             scanned.
-        action: what to do at the first bad step of an episode: "warn", "raise" (a NonFiniteError,
+        action: what to do when a fault is news: "warn", "raise" (a NonFiniteError,
             from the call that ends the step), "log" (to the logger "nanscan"), a callable that gets
             each Finding and each Located, a `Sink`, or several of these. Values near the limit
             never raise: they are logged, or given to the callable.
