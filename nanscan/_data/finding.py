@@ -61,7 +61,7 @@ class Finding:
         aliases: other names of the parameter, where weights are tied.
         unscanned: modules that this step did not scan, between the last site known to be finite and
             this one: it may have been made there.
-        unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
+        unlikely: what is commonly suspected and is proven not to be it.
     """
 
     step: int
@@ -142,7 +142,8 @@ def _report(finding: Finding) -> list[str]:
 
 
 def _is_unexplained(finding: Finding) -> bool:
-    return finding.verdict == "origin" and not finding.causes
+    began_here = finding.verdict in ("origin", "persistent-overflow")
+    return began_here and not any(cause.remedy for cause in finding.causes)
 
 
 def _headline(finding: Finding) -> str:

@@ -59,11 +59,12 @@ def summary(stats: ScanResult) -> str:
 
 
 def causes(found: Sequence[Cause]) -> list[str]:
-    """Each cause with its evidence and remedy, best first."""
+    """Each cause with its evidence and, where one is known, its remedy, best first."""
     lines: list[str] = []
     for cause in found:
         lines += block("cause", [cause.title])
-        lines += block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
+        remedy = [f"remedy: {cause.remedy}"] if cause.remedy else []
+        lines += block("", [f"evidence: {cause.evidence}", *remedy])
     return lines
 
 

@@ -18,9 +18,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def rounded(value: float) -> str:
-    """To one digit, as a setting to try."""
-    return f"{float(f'{value:.1g}'):g}"
+def rounded_down(value: float) -> str:
+    """To one digit, as a setting to try that is not to be exceeded."""
+    if not 0 < value < math.inf:
+        return f"{value:g}"
+    unit = 10.0 ** math.floor(math.log10(value))
+    return f"{math.floor(value / unit) * unit:.1g}"
 
 
 def share(x: float, most: float) -> str:
