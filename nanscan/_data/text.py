@@ -13,6 +13,12 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if whole and math.isfinite(value) else f"{value:.3g}"
 
 
+def largest(dtype: torch.dtype) -> str:
+    """The largest value of a dtype: "65504", "3.4e+38"."""
+    value = float(torch.finfo(dtype).max)
+    return f"{value:g}" if value < 1e6 else number(value)  # noqa: PLR2004
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Without the name of torch."""
     return str(dtype).removeprefix("torch.")

@@ -98,8 +98,8 @@ class StepEvidence:
         """What is known of inputs, outputs and loss that were scanned before a row."""
         order, bad, masked, tops = self._forward
         count = int(np.searchsorted(order, self.record.order[row]))
-        sums = (int(column[:count].sum()) for column in (bad, masked))
-        return ForwardBefore(count, *sums, float(tops[:count].max(initial=0.0)))
+        top = float(tops[:count].max(initial=0.0))
+        return ForwardBefore(count, int(bad[:count].sum()), int(masked[:count].sum()), top)
 
     @functools.cached_property
     def _forward(self) -> tuple[Floats, Floats, Floats, Floats]:
@@ -299,7 +299,7 @@ class Evidence:
 
     @property
     def has_finite_buffers(self) -> bool:
-        """Whether all own buffers of a layer were scanned when they last changed, and are finite."""
+        """Whether all own buffers of a layer were scanned as they are, and are finite."""
         place = self.node.place
         own = place.buffers.values() if isinstance(place, ModulePlace) else ()
         rows = [buffer.node.row for buffer in own]

@@ -9,7 +9,6 @@ from helpers.models import NAN, Do, Net, batch, diagnosed, first_fault, infer, s
 BACKWARD = "a derivative is not finite: it is undefined there, or too large"
 EXPLODING = "exploding gradients"
 OVERFLOW = "gradients overflow float16 on the way back"
-BATCH = "bad input batch: every input of the step is finite"
 
 
 def rates(finding):
@@ -37,7 +36,7 @@ def test_a_learning_rate_that_is_too_high():
     evidence = finding.causes[0].evidence
     assert "the loss went from" in evidence
     assert "absmax of parameters from" in evidence
-    assert finding.causes[0].remedy.startswith("SGD(..., lr=0.4)")
+    assert finding.causes[0].remedy == "SGD(..., lr=0.1)"  # 0.4 diverges
     assert "clip_grad_value_(model.parameters()," in finding.causes[1].remedy
 
 
@@ -58,7 +57,7 @@ def test_data_that_grow_are_no_learning_rate():
     finding = first_fault(monitor)
     assert str(finding.site) == "loss"
     assert rates(finding) == []
-    assert titles(finding)[0] == EXPLODING
+    assert EXPLODING not in titles(finding)  # clipping would change nothing
 
 
 def test_steady_gradients_do_not_explode():
@@ -75,9 +74,9 @@ def test_steady_gradients_do_not_explode():
     assert (finding.step, str(finding.site)) == (7, "loss")
     assert EXPLODING not in titles(finding)
     assert rates(finding) == []
-    assert finding.unlikely[0].startswith(BATCH)
-    assert finding.unlikely[1].startswith("exploding gradients: their absmax went from ")
-    assert finding.unlikely[1].endswith(" in 7 steps")
+    (unlikely,) = finding.unlikely
+    assert unlikely.startswith("exploding gradients: their absmax went from ")
+    assert unlikely.endswith(" in 7 steps")
 
 
 def test_two_optimizers_by_turns_do_not_explode():
@@ -119,9 +118,10 @@ def test_undefined_derivative_and_a_gradient_of_a_bad_forward():
     assert str(finding.site) == "0.weight grad"
     assert titles(finding) == [BACKWARD]
     assert finding.causes[0].evidence.startswith(
-        "all 5 tensors scanned in the forward of this step were finite, absmax 1; it went bad "
+        "all 5 tensors scanned in the forward of this step are finite, absmax 1; it went bad "
     )
-    assert finding.unlikely[0].startswith("overflow: finite values of the step reach 1;")
+    assert finding.causes[0].remedy == ""  # nothing shows a sqrt, or a torch.where
+    assert finding.unlikely == ()
 
     bad = Root(nn.Linear(2, 2), nn.Linear(2, 1))
     nn.init.constant_(bad[0].weight, 1.0)
@@ -147,11 +147,11 @@ def test_gradients_that_grow_on_the_way_back():
         "parameters are trained in float16 itself, without autocast and GradScaler",
     ]
     assert finding.causes[0].evidence == (
-        "4 Inf; the largest gradient before it is 40,000, of 4, 2-fold from module to module; "
+        "4 +Inf; the largest gradient before it is 40,000, of 4, 2-fold from module to module; "
         "values are float16, which ends at 65504"
     )
     assert BACKWARD not in titles(finding)
-    assert finding.unlikely == (f"{BATCH}, absmax 0.001",)
+    assert finding.unlikely == ()
 
 
 def test_an_inf_that_no_gradient_came_near():
@@ -200,18 +200,20 @@ def test_a_loss_scale_that_has_grown_too_large():
     (finding,) = scaled(2.0**40, 4)
     assert titles(finding) == ["the loss scale has grown far too large"]
     assert finding.causes[0].evidence == (
-        "it was 1.09951e+12 in the first of 4 skipped steps and is 1.37439e+11 now; a GradScaler "
-        "starts with 65536"
+        "it was 1.1e+12 in the first of 4 skipped steps and is 1.37e+11 now; a GradScaler starts "
+        "with 65,536"
     )
-    assert finding.unlikely == (f"{BATCH}, absmax 1",)
+    assert finding.unlikely == ()
 
 
 def test_a_loss_scale_that_falls_to_one():
     (finding,) = scaled(8.0, 4)
-    assert titles(finding) == ["gradients are bad at any loss scale: backward itself makes them so"]
+    assert titles(finding) == [
+        "gradients are bad at a loss scale of 1 as well: backward itself makes them so"
+    ]
     assert finding.causes[0].evidence == (
-        "the scale fell from 8 to 1 in 4 skipped steps, and there are still 0 NaN and 2 Inf; all 3 "
-        "tensors scanned in the forward are finite, absmax 1"
+        "the scale fell from 8 to 1 in 4 skipped steps, and there are still 2 +Inf; all 3 tensors "
+        "scanned in the forward of this step are finite, absmax 1"
     )
 
 

@@ -75,10 +75,7 @@ def test_an_update_that_fits_is_not_blamed(scale):
         assert "exploding" not in str(finding.unlikely)
         return
     assert "nanscan.locate(train_step, batch)" in str(finding)
-    assert finding.unlikely == (
-        "exploding gradients: the gradient is finite, absmax 2",
-        "bad input batch: every input of the step is finite, absmax 1",
-    )
+    assert finding.unlikely == ("exploding gradients: the gradient is finite, absmax 2",)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
@@ -144,7 +141,9 @@ def test_a_parameter_that_training_made_bad_was_initialised():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_trained_in_half_precision(dtype):
-    """The same fault, in parameters of float16 and under autocast."""
+    """The same fault in parameters of float16 and under autocast: the dtype of parameters is no
+    cause of it. It is of an update that does not fit.
+    """  # noqa: D205
     model = nn.Sequential(nn.Linear(4, 3), Do(lambda x: x * 60000.0)).to(dtype)
     optimizer = sgd(model)
 
@@ -155,9 +154,17 @@ def test_trained_in_half_precision(dtype):
     finding = first_fault(diagnosed(model, run))
     assert (str(finding.site), finding.dtype) == ("1 output", torch.float16)
     named = "parameters are trained in float16 itself, without autocast and GradScaler"
-    assert titles(finding) == ([named] if dtype == torch.float16 else [])
+    assert named not in titles(finding)
+    model = nn.Linear(4, 3, dtype=dtype)
+    optimizer = sgd(model, 60000.0)
+    x = torch.ones(2, 4, dtype=dtype)
+    monitor = diagnosed(model, lambda: train(model, optimizer, [x], torch.sum))
     if dtype == torch.float16:
-        assert finding.causes[0].evidence.startswith("2 of 2 trained parameters are float16")
+        update = first_fault(monitor)
+        assert titles(update)[1] == named
+        assert update.causes[1].evidence.startswith("2 of 2 trained parameters are float16")
+    else:
+        assert monitor.findings == []
 
 
 def test_inference_in_half_precision_is_not_training():

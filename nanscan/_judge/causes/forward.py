@@ -11,7 +11,7 @@ from nanscan._data.cause import Cause
 from nanscan._data.finding import Seen
 from nanscan._data.result import ScanResult, bad_counts
 from nanscan._data.site import Kind, Site
-from nanscan._data.text import dtype_name, number, share
+from nanscan._data.text import dtype_name, largest, number, share
 from nanscan._judge.causes.gradients import exploding_gradients, overflow_in_backward
 from nanscan._judge.evidence import Evidence, is_mask
 from nanscan._judge.rule import rule
@@ -74,7 +74,7 @@ def overflow(e: Evidence) -> Cause | None:
     if stats.dtype.is_complex:
         return None
     limit, dtype = torch.finfo(stats.dtype).max, dtype_name(stats.dtype)
-    title = f"overflow of {dtype}: values grew beyond {number(limit)}"
+    title = f"overflow of {dtype}: values grew beyond {largest(stats.dtype)}"
     past = e.trend
     grew = f"; absmax before went {past}" if len(past) > 1 else ""
     if e.is_mask_on_mask:
@@ -95,7 +95,7 @@ def overflow(e: Evidence) -> Cause | None:
 def _factors(e: Evidence) -> str:
     """What a layer multiplied, where only that can have made what is bad; "" elsewhere."""
     layer = e.layer
-    if type(layer) not in _PRODUCTS or not e.is_given_finite or not e.weights:
+    if layer is None or type(layer) not in _PRODUCTS or not e.is_given_finite or not e.weights:
         return ""
     inputs = max(stats.absmax or 0.0 for _, stats in e.finding.given)
     site, top = max(e.weights, key=lambda weight: weight[1])
@@ -157,7 +157,7 @@ def growing_to_the_limit(e: Evidence) -> Cause | None:
     return Cause(
         f"values grow towards the largest {dtype_name(finding.dtype)}",
         f"absmax went {trend}, of late {number(pace)}-fold a step; at this pace it passes "
-        f"{number(limit)} in " + ("the next step" if steps == 1 else f"{steps:,} steps"),
+        f"{largest(finding.dtype)} in " + ("the next step" if steps == 1 else f"{steps:,} steps"),
         _more_range(e) if e.kind.is_forward else "",
     )
 
@@ -183,7 +183,8 @@ def branches_of_different_scale(e: Evidence) -> Cause | None:
     return Cause(
         f"two branches meet here, and their sum does not fit into {dtype_name(stats.dtype)}",
         f"absmax of {_with_growth(other, e)}{also}, that of {_with_growth(last, e)}; "
-        f"their sum can reach {number(_largest_sum(other, last))}, the largest is {number(limit)}",
+        f"their sum can reach {number(_largest_sum(other, last))}, the largest is "
+        f"{largest(stats.dtype)}",
         _more_range(e),
     )
 

@@ -11,7 +11,7 @@ from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.result import bad_counts
 from nanscan._data.site import Kind
-from nanscan._data.text import dtype_name, number, rounded_down
+from nanscan._data.text import dtype_name, largest, number, rounded_down
 from nanscan._judge.evidence import Evidence
 from nanscan._judge.rule import rule
 
@@ -101,7 +101,8 @@ def overflow_in_backward(e: Evidence) -> Cause | None:
     return Cause(
         f"gradients overflow {dtype} on the way back",
         f"{bad_counts(finding.stats)}; {near}the largest gradient before it is {number(top)}, "
-        f"of {name}{growth}; values are {dtype}, which ends at {number(limit)}",
+        f"of {name}{growth}; values are {dtype}, which ends at "
+        f"{largest(e.step.narrowest)}",
         _wider(e),
     )
 
@@ -112,9 +113,7 @@ def _wider(e: Evidence) -> str:
         return ""
     if e.finding.dtype == torch.float16:
         return "bfloat16 in the place of float16: model.bfloat16()"
-    return (
-        "torch.autocast(device, torch.bfloat16); or a torch.amp.GradScaler, which scales the loss"
-    )
+    return "torch.autocast(device, torch.bfloat16); or a torch.amp.GradScaler"
 
 
 def _pace(sizes: list[float]) -> float:

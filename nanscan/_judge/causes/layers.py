@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -82,8 +84,8 @@ def spoiled_statistics(e: Evidence) -> Cause | None:
     returns = "0" if is_zero else "NaN" if stats.nan_count else "Inf"
     return Cause(
         f"{name} of {layer} is non-finite: model.eval() will return {returns} until it is reset",
-        f"{bad_counts(stats)} of {plural(stats.numel, 'channel')}; a running average never gets rid "
-        "of it, whatever the batches that follow; train mode does not read it",
+        f"{bad_counts(stats)} of {plural(stats.numel, 'channel')}; a running average never gets "
+        "rid of it, whatever the batches that follow; train mode does not read it",
         f"{layer}.reset_running_stats(), then batches in train mode; or load it from a checkpoint",
     )
 
@@ -99,12 +101,8 @@ def fully_masked_rows(e: Evidence) -> Cause | None:
         return None
     seen = (*e.finding.given, *e.inputs_from_outside)
     masks = {site: held for site, held in (*seen, *e.step.masks_before(e.row)) if _is_mask(held)}
-    if any(not (held.is_finite or _is_mask(held)) for _, held in seen):
-        return None
-    is_softmax = isinstance(module, (nn.Softmax, nn.LogSoftmax))
-    is_attention = isinstance(module, nn.MultiheadAttention)
-    row = _row_length(module, stats)
-    if not row or stats.nan_count % row:
+    row, others = _row_length(module, stats), [held for _, held in seen if not _is_mask(held)]
+    if not row or stats.nan_count % row or not all(held.is_finite for held in others):
         return None
     count = stats.nan_count // row
     held = "; ".join(f"{site} holds {held.neginf_count:,} -Inf" for site, held in masks.items())
@@ -112,13 +110,12 @@ def fully_masked_rows(e: Evidence) -> Cause | None:
         f"{stats.nan_count:,} NaN and no +Inf: {plural(count, 'whole row')} of {row:,}; "
         f"{held or 'no float mask was given'}; all else that went in is finite"
     )
-    if is_softmax and masks:
+    if isinstance(module, (nn.Softmax, nn.LogSoftmax)) and masks:
         return causes.masked_rows(evidence, count, remedy=_FILL)
-    if is_attention:  # a boolean mask is not scanned, and it has nothing else to make NaN of
+    if isinstance(module, nn.MultiheadAttention):
+        # A boolean mask is not scanned, and an attention has nothing else to make NaN of.
         return causes.masked_rows(evidence, count, "an attention", _UNCOVER)
-    if stats.first_nonfinite and stats.first_nonfinite[-1]:
-        return None  # the row begins with what is finite
-    if not any(map(_masks_a_row, masks.values())):
+    if (stats.first_nonfinite or (1,))[-1] != 0 or not any(map(_masks_a_row, masks.values())):
         return None
     title = "NaN out of -Inf: a fully masked row of a softmax, or 0 * -Inf"
     return Cause(title, evidence, _FILL)
@@ -201,7 +198,8 @@ def nan_loss_of_finite_outputs(e: Evidence) -> Cause | None:
     if not is_loss or stats.numel != 1 or not stats.nan_count or mean_over_nothing(e) is not None:
         return None
     before = e.step.forward_before(e.row)
-    if not before.is_finite or before.masked or not before.count:
+    may_overflow = before.absmax > math.log(torch.finfo(e.step.narrowest).max) / 2
+    if not before.is_finite or before.masked or not before.count or may_overflow:
         return None
     past = e.trend
     was = f"; in the steps before it was finite, {number(past.last)} at last" if past else ""

@@ -10,7 +10,7 @@ from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import rounds_to_zero, smallest
 from nanscan._data.site import Kind
-from nanscan._data.text import dtype_name, number, rounded_down, share
+from nanscan._data.text import dtype_name, largest, number, rounded_down, share
 from nanscan._judge.causes.gradients import overflow_in_backward
 from nanscan._judge.evidence import Evidence
 from nanscan._judge.rule import rule
@@ -50,23 +50,21 @@ def uninitialised_parameter(e: Evidence) -> Cause | None:
 def setting_not_finite(e: Evidence) -> Cause | None:
     """A learning rate or the like that is Inf or NaN makes parameters so, whatever the gradient."""
     optimizer = e.optimizer
-    for name, title in _SETTINGS.items():
-        bad = [value for value in e.options(name) if not math.isfinite(value)]
-        if optimizer is None or not bad:
-            continue
-        group = "[...]" if optimizer.group is None else f"[{optimizer.group}]"
-        where = f"param_groups{group}[{name!r}]"
-        began = e.option(f"initial_{name}")
-        so = f"; a scheduler began with {began:g}, and what changed it since made it so"
-        set_to = f"{began:g}" if began is not None and math.isfinite(began) else "..."
-        return Cause(
-            f"{title} is not finite: {name}={bad[0]:g}",
-            f"{optimizer.name}.{where} is {bad[0]:g} in the step that made {e.finding.site} bad"
-            + (so if began is not None and math.isfinite(began) else ""),
-            f"optimizer.{where} = {set_to}, finite, where it is set: in {optimizer.name}(...), by a "
-            "scheduler or by hand",
-        )
-    return None
+    bad = [(name, v) for name in _SETTINGS for v in e.options(name) if not math.isfinite(v)]
+    if optimizer is None or not bad:
+        return None
+    name, value = bad[0]
+    group = "..." if optimizer.group is None else optimizer.group
+    where = f"param_groups[{group}][{name!r}]"
+    began = e.option(f"initial_{name}")  # which a scheduler notes
+    so = f"; a scheduler began with {began:g}" if began is not None else ""
+    finite = f"{began:g}" if began is not None and math.isfinite(began) else "a finite value"
+    return Cause(
+        f"{_SETTINGS[name]} is not finite: {optimizer.name} has {name}={value:g}",
+        f"{where} is {value:g} in the step that made {e.finding.site} bad{so}",
+        f"optimizer.{where} = {finite}, where it is set: in {optimizer.name}(...), by a scheduler "
+        "or by hand",
+    )
 
 
 @rule(kinds=lambda kind: kind is Kind.PARAM)
@@ -109,7 +107,7 @@ def second_moment_overflow(e: Evidence) -> Cause | None:
     share = f"(1 - {betas[1]:g}) * {number(top)}^2 = " if betas[1] else f"{number(top)}^2 = "
     return causes.second_moment_overflow(
         f"{bad[0]} has {moment.inf_count:,} Inf; the gradient is finite with absmax {number(top)}, "
-        f"and {share}{number(square)} > {number(limit)}. Where it is Inf, updates are 0 from now on",
+        f"and {share}{number(square)} > {largest(moment.dtype)}; updates of Inf are 0 from now on",
         dtype,
         optimizer.name,
         bad[0],
@@ -119,12 +117,11 @@ def second_moment_overflow(e: Evidence) -> Cause | None:
 @rule(kinds=lambda kind: kind is Kind.PARAM)
 def update_too_large(e: Evidence) -> Cause | None:
     """Plain SGD: learning rate times gradient is beyond the parameter's dtype."""
-    finding, optimizer = e.finding, e.optimizer
-    if optimizer is None:
-        return None
+    finding, optimizer, gradient = e.finding, e.optimizer, e.gradient
     lr = e.option("lr")
-    gradient = e.gradient
-    if optimizer.name != "SGD" or lr is None or gradient is None or not gradient.is_finite:
+    if optimizer is None or optimizer.name != "SGD" or lr is None or not math.isfinite(lr):
+        return None
+    if gradient is None or not gradient.is_finite:
         return None
     top, limit = gradient.absmax or 0.0, torch.finfo(finding.dtype).max
     if lr * top <= limit / 2:
@@ -133,14 +130,14 @@ def update_too_large(e: Evidence) -> Cause | None:
         f"the learning rate is too high: one update of lr={lr:g} does not fit into "
         f"{dtype_name(finding.dtype)}",
         f"lr times the gradient's absmax of {number(top)} is {number(lr * top)}; the largest "
-        f"{dtype_name(finding.dtype)} is {number(limit)}",
+        f"{dtype_name(finding.dtype)} is {largest(finding.dtype)}",
         f"SGD(..., lr={rounded_down(0.01 / top)}), with which an update is at most 0.01",
     )
 
 
 @rule()
 def trained_in_half_precision(e: Evidence) -> Cause | None:
-    """Parameters that an optimizer steps are float16 themselves: updates or gradients do not fit."""
+    """Parameters that an optimizer steps are float16: updates or gradients do not fit."""
     if e.finding.dtype != torch.float16:
         return None
     if e.kind not in (Kind.PARAM, Kind.STATE) and overflow_in_backward(e) is None:
@@ -151,7 +148,7 @@ def trained_in_half_precision(e: Evidence) -> Cause | None:
     return Cause(
         "parameters are trained in float16 itself, without autocast and GradScaler",
         f"{half} of {len(e.record.model.trained)} trained parameters are float16, which ends at "
-        f"65,504 and at {smallest(torch.float16):.1e}; under torch.autocast they are float32",
+        f"65504 and at {smallest(torch.float16):.1e}; under torch.autocast they are float32",
         "model.float(); with torch.autocast(device, torch.float16): ...; "
         "torch.amp.GradScaler().scale(loss).backward()",
     )
