@@ -77,8 +77,8 @@ def test_near_the_limit_with_and_without_a_trend(tops):
     if tops[0] == 1e3:
         assert titles(finding) == ["values grow towards the largest float16"]
         assert finding.causes[0].evidence == (
-            "absmax went from 1,500 to 37,504 in 3 steps, of late 5-fold a step; at this pace it passes "
-            "65504 in the next step"
+            "absmax went from 1,500 to 37,504 in 3 steps, of late 5-fold a step; at this pace it "
+            "passes 65504 in the next step"
         )
     else:
         assert titles(finding) == []

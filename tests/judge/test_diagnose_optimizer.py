@@ -142,8 +142,8 @@ def test_a_parameter_that_training_made_bad_was_initialised():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_trained_in_half_precision(dtype):
     """The same fault in parameters of float16 and under autocast: the dtype of parameters is no
-    cause of it. It is of an update that does not fit.
-    """  # noqa: D205
+    cause of it. It is of moments that do not fit.
+    """
     model = nn.Sequential(nn.Linear(4, 3), Do(lambda x: x * 60000.0)).to(dtype)
     optimizer = sgd(model)
 
@@ -156,8 +156,8 @@ def test_trained_in_half_precision(dtype):
     named = "parameters are trained in float16 itself, without autocast and GradScaler"
     assert named not in titles(finding)
     model = nn.Linear(4, 3, dtype=dtype)
-    optimizer = sgd(model, 60000.0)
-    x = torch.ones(2, 4, dtype=dtype)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    x = with_a_zero_column().to(dtype)
     monitor = diagnosed(model, lambda: train(model, optimizer, [x], torch.sum))
     if dtype == torch.float16:
         update = first_fault(monitor)

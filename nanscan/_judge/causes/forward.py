@@ -116,7 +116,7 @@ def _large_weight(e: Evidence) -> str:
 
 def _more_range(e: Evidence) -> str:
     """Another dtype, where one has room for more, and the values do not run away."""
-    if e.stats.dtype != torch.float16 or e.trend.explodes:
+    if e.stats.dtype != torch.float16 or e.step.losses.explodes:
         return ""
     place = e.module
     half = place is not None and any(p.dtype == torch.float16 for p in place.parameters())

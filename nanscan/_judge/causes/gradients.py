@@ -30,7 +30,7 @@ def learning_rate(e: Evidence) -> Cause | None:
     if not gradients.explodes:
         return None
     return Cause(
-        f"the learning rate is too high: training diverges at lr={lr:g}",
+        f"the learning rate is too high: training diverges at lr={number(lr)}",
         f"the loss went {losses}, absmax of gradients {gradients}, absmax of parameters "
         f"{parameters}",
         _lower_rate(e),
@@ -56,11 +56,11 @@ def exploding_gradients(e: Evidence) -> Cause | None:
     if not gradients.explodes or (e.kind.is_forward and e.step.parameters.growth < 1.2):  # noqa: PLR2004
         return None
     lr = e.option("lr")
-    at = f" at lr={lr:g}" if lr is not None else ""
+    at = f"; lr={number(lr)}" if lr is not None else ""
     return Cause(
         "exploding gradients",
-        f"absmax of all gradients went {gradients}{at}; in the first half of these it was at most "
-        f"{number(gradients.early)}",
+        f"absmax of all gradients went {gradients}; in the first half of these it was at most "
+        f"{number(gradients.early)}{at}",
         _clip(e),
     )
 
@@ -113,7 +113,7 @@ def _wider(e: Evidence) -> str:
         return ""
     if e.finding.dtype == torch.float16:
         return "bfloat16 in the place of float16: model.bfloat16()"
-    return "torch.autocast(device, torch.bfloat16); or a torch.amp.GradScaler"
+    return "torch.autocast(device, torch.bfloat16); or torch.amp.GradScaler(init_scale=1.0)"
 
 
 def _pace(sizes: list[float]) -> float:

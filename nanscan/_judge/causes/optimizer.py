@@ -127,7 +127,7 @@ def update_too_large(e: Evidence) -> Cause | None:
     if lr * top <= limit / 2:
         return None
     return Cause(
-        f"the learning rate is too high: one update of lr={lr:g} does not fit into "
+        f"the learning rate is too high: one update of lr={number(lr)} does not fit into "
         f"{dtype_name(finding.dtype)}",
         f"lr times the gradient's absmax of {number(top)} is {number(lr * top)}; the largest "
         f"{dtype_name(finding.dtype)} is {largest(finding.dtype)}",
@@ -137,14 +137,13 @@ def update_too_large(e: Evidence) -> Cause | None:
 
 @rule()
 def trained_in_half_precision(e: Evidence) -> Cause | None:
-    """Parameters that an optimizer steps are float16: updates or gradients do not fit."""
+    """Parameters that an optimizer steps are float16: moments or gradients do not fit."""
     if e.finding.dtype != torch.float16:
         return None
-    if e.kind not in (Kind.PARAM, Kind.STATE) and overflow_in_backward(e) is None:
-        return None  # a forward overflows under autocast as well
+    rules = (eps_rounds_to_zero, second_moment_overflow, overflow_in_backward)
     half = e.record.model.trained.count(torch.float16)
-    if e.optimizer is None or not half or setting_not_finite(e) is not None:
-        return None
+    if e.optimizer is None or not half or all(each(e) is None for each in rules):
+        return None  # a forward overflows under autocast as well
     return Cause(
         "parameters are trained in float16 itself, without autocast and GradScaler",
         f"{half} of {len(e.record.model.trained)} trained parameters are float16, which ends at "
