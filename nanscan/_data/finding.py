@@ -15,7 +15,7 @@ from nanscan._data.cause import Cause
 from nanscan._data.location import Location
 from nanscan._data.result import ScanResult, describe_parts
 from nanscan._data.site import Site
-from nanscan._data.text import dtype_name, share
+from nanscan._data.text import dtype_name, number, share
 
 Verdict = Literal[
     "origin",
@@ -164,7 +164,7 @@ def _history(history: Mapping[str, npt.NDArray[Any]]) -> list[str]:
         return []
     bad = np.sum([history[name] for name in ("nan", "posinf", "neginf")], axis=0)
     entries = [
-        f"step\xa0{step}:\xa0{'-' if np.isnan(top) else f'{top:.5g}'}"
+        f"step\xa0{step}:\xa0{'-' if np.isnan(top) else number(top)}"
         + (f"\xa0({n}\xa0bad)" if n else "")
         for step, top, n in zip(history["step"], history["absmax"], bad, strict=True)
     ]

@@ -29,7 +29,7 @@ def rounded_down(value: float) -> str:
     if not 0 < value < math.inf:
         return f"{value:g}"
     unit = 10.0 ** math.floor(math.log10(value))
-    return f"{math.floor(value / unit) * unit:.1g}"
+    return f"{float(f'{math.floor(value / unit) * unit:.1g}'):g}"
 
 
 def share(x: float, most: float) -> str:

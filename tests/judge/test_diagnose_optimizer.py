@@ -46,7 +46,7 @@ def test_an_update_that_does_not_fit_is_not_adams_eps():
     )
     assert (finding.site.kind, finding.verdict) == ("param", "origin")
     assert titles(finding)[0] == (
-        "the learning rate is too high: one update of lr=60000 does not fit into float16"
+        "the learning rate is too high: one update of lr=60,000 does not fit into float16"
     )
     assert finding.causes[0].evidence == (
         "lr times the gradient's absmax of 2 is 120,000; the largest float16 is 65504"
