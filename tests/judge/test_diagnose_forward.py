@@ -388,3 +388,137 @@ def test_a_loss_of_values_that_may_overflow_inside_of_it():
     assert str(finding.site) == "loss"
     assert finding.stats.nan_count == 1
     assert NOTHING not in titles(finding)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def large_weight(value, x):
+    model = nn.Linear(4, 3)
+    nn.init.constant_(model.weight, 0.5)
+    with torch.no_grad():
+        model.weight[1, 2] = value
+    return diagnosed(model, lambda: infer(model, x), near_limit=1.0), model
+
+
+def test_a_large_weight_is_named_with_its_size():
+    monitor, _ = large_weight(1e30, torch.full((2, 4), 1e10))
+    finding = first_fault(monitor)
+    assert titles(finding) == ["overflow of float32: values grew beyond 3.4e+38"]
+    assert finding.causes[0].evidence == (
+        "2 +Inf in sums of products of finite values: the input reaches 1e+10, weight 1e+30"
+    )
+    assert finding.causes[0].remedy == ""
+    assert large_weight(1e30, torch.ones(2, 4))[0].findings == []
+
+
+def test_a_hook_may_have_made_what_no_product_can_have():
+    model = nn.Linear(4, 3)
+    model.register_forward_hook(lambda _module, _args, out: out * NAN)
+    assert titles(inferred(model, torch.full((2, 4), 1e38))) == []
+    bad = nn.Linear(4, 3)
+    bad.forward = lambda x: F.linear(x, bad.weight) * NAN
+    assert titles(inferred(bad, torch.ones(2, 4))) == []  # of values that fit
+
+
+# -- buffers ---------------------------------------------------------------------------------------
+
+
+def spoilt_statistics(name, value):
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = sgd(model)
+
+    def run():
+        train(model, optimizer, [batch(0)])
+        getattr(model[0], name)[1] = value
+        train(model, optimizer, [batch(1)])
+        infer(model.eval(), batch(2))
+
+    return diagnosed(model, run).findings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "returns"),
+    [
+        ("running_mean", NAN, "NaN"),
+        ("running_mean", INF, "Inf"),
+        ("running_var", INF, "0"),
+        ("running_var", NAN, "NaN"),
+    ],
+)
+def test_spoilt_statistics_are_told_with_what_they_mean_for_eval(name, value, returns):
+    findings = spoilt_statistics(name, value)
+    first = findings[0]
+    assert str(first.site) == f"0.{name} buffer"
+    assert titles(first) == [
+        f"{name} of 0 is non-finite: model.eval() will return {returns} until it is reset"
+    ]
+    assert first.causes[0].evidence.startswith(
+        f"1 {'NaN' if value != value else '+Inf'} of 4 channels; "  # noqa: PLR0124 - NaN
+    )
+    later = [f for f in findings if str(f.site) == "0 output"]
+    if returns == "0":
+        assert later == []
+        return
+    assert titles(later[0])[0] == f"0.{name} was bad before 0 ran"
+    assert "of 4 since step 1" in later[0].causes[0].evidence
+
+
+def test_a_bad_buffer_of_another_layer_is_no_source():
+    class Scratch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scratch", torch.full((4,), 0.0))
+
+        def forward(self, x):
+            return x * 1
+
+    model = nn.Sequential(Scratch(), Do(lambda x: x.sqrt()), nn.Linear(4, 1))
+    optimizer = sgd(model)
+
+    def run():
+        train(model, optimizer, [batch(0).abs()])
+        model[0].scratch[1] = NAN
+        train(model, optimizer, [batch(1).abs()])
+        infer(model, -batch(2).abs())
+
+    findings = diagnosed(model, run).findings
+    outputs = [f for f in findings if str(f.site) == "1 output"]
+    assert [titles(f) for f in outputs] == [[]]
+    assert titles(next(f for f in findings if f.site.kind == "buffer")) == []  # no statistic
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+def test_rows_of_nan_beside_a_causal_mask_are_not_said_to_be_masked():
+    """No row of a causal mask hides everything: the rows are those of a norm of 0."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.after = nn.Identity()
+
+        def forward(self, x, mask):
+            x = x / x.norm(dim=-1, keepdim=True)
+            return self.after((x @ x.mT + mask).softmax(-1) @ x)
+
+    model, mask = Attends(), torch.full((5, 5), -INF).triu(1)
+    x = torch.randn(5, 5)
+    x[4] = 0
+    finding = first_fault(diagnosed(model, lambda: model(x, mask)))
+    assert str(finding.site) == "after input[0]"
+    assert titles(finding) == []
+
+
+@pytest.mark.parametrize("low", [torch.finfo(torch.float16).min, -60000.0])
+def test_masks_that_overflow_when_they_are_added(low):
+    mask = torch.zeros(4, 4).half()
+    mask[:, 1] = low
+    finding = inferred(
+        Do(lambda m: m + m * (m < 0).any(0) + 0 * m), mask * 0.999 if False else mask
+    )
+    named = "additive masks overflow float16: its lowest value and a negative one add up to -Inf"
+    assert (named in titles(finding)) is False  # nothing but -Inf: not shown to be masks
+    both = Do(lambda m: torch.cat([m, m + m]))
+    assert (named in titles(inferred(both, mask))) is (low < -65000)

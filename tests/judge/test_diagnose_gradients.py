@@ -227,3 +227,88 @@ def test_a_scale_search_has_no_causes():
     model = nn.Linear(2, 1)
     assert scaled(2.0**40, 4, steps=2) == []
     infer(model, torch.ones(1, 2))
+
+
+# -- gradients that were not made bad where they are seen ------------------------------------------
+
+
+def clipped(spoil, clip):
+    """A step whose gradients are spoilt after backward, and clipped."""
+    model = Net()
+    optimizer = sgd(model)
+
+    def run():
+        model(batch()).sum().backward()
+        spoil(model)
+        clip(model)
+        optimizer.step()
+
+    return [f for f in diagnosed(model, run).findings if f.site.kind == "grad"]
+
+
+def by_norm(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def set_one(model, value=NAN):
+    model.fc1.bias.grad[1] = value
+
+
+def test_what_clipping_spread_names_the_first_bad_gradient():
+    first, *others = clipped(set_one, by_norm)
+    assert str(first.site) == "fc1.bias grad"
+    assert "spread" not in str(titles(first))
+    assert len(others) == 3
+    for finding in others:
+        assert finding.verdict == "propagated"
+        assert titles(finding) == [
+            "clipping spread the NaN of fc1.bias grad: the norm of all gradients is NaN"
+        ]
+
+
+def test_what_backward_spread_was_not_spread_by_clipping():
+    findings = clipped(lambda model: [p.grad.fill_(NAN) for p in model.parameters()], by_norm)
+    assert len(findings) == 4
+    assert "spread the" not in str([f.causes for f in findings])
+
+
+def test_gradients_that_are_all_nan_may_have_been_multiplied_after_backward():
+    def by_hand(model):
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        for parameter in model.parameters():
+            parameter.grad /= norm
+
+    first, *_ = clipped(set_one, by_hand)
+    assert titles(first) == [
+        "all gradients are NaN as a whole: the derivative of the loss is not finite, or they were "
+        "multiplied with NaN after backward, as clipping by a norm that is NaN does"
+    ]
+    first, *_ = clipped(set_one, lambda _: None)
+    assert titles(first) == [BACKWARD]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_of_several_ranks_may_be_the_fault_of_another(monkeypatch, ranks):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    (finding,) = clipped(set_one, lambda _: None)
+    assert titles(finding) == ([BACKWARD] if ranks == 1 else [])
+
+
+def test_forwards_with_a_mask_are_not_said_to_be_finite():
+    class Masked(Net):
+        def forward(self, x, mask):
+            return super().forward(x + (mask * 0).nan_to_num())
+
+    model = Masked()
+    model.fc1.bias.register_hook(lambda gradient: gradient * NAN)
+    mask = torch.tensor([0.0, 0.0, 0.0, -float("inf")])
+    optimizer = sgd(model)
+
+    def run():
+        model(batch(), mask).sum().backward()
+        optimizer.step()
+
+    finding = first_fault(diagnosed(model, run))
+    assert titles(finding) == [BACKWARD]
+    assert "are finite, the -Inf of masks in 1 aside, absmax" in finding.causes[0].evidence
