@@ -515,10 +515,6 @@ def test_rows_of_nan_beside_a_causal_mask_are_not_said_to_be_masked():
 def test_masks_that_overflow_when_they_are_added(low):
     mask = torch.zeros(4, 4).half()
     mask[:, 1] = low
-    finding = inferred(
-        Do(lambda m: m + m * (m < 0).any(0) + 0 * m), mask * 0.999 if False else mask
-    )
     named = "additive masks overflow float16: its lowest value and a negative one add up to -Inf"
-    assert (named in titles(finding)) is False  # nothing but -Inf: not shown to be masks
     both = Do(lambda m: torch.cat([m, m + m]))
     assert (named in titles(inferred(both, mask))) is (low < -65000)

@@ -1,10 +1,13 @@
 """Causes of what goes bad in backward or over steps: each with a true case, and a look-alike."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from helpers.models import NAN, Do, Net, batch, diagnosed, first_fault, infer, sgd, titles, train
+from nanscan._judge.causes import gradients
 
 BACKWARD = "a derivative is not finite: it is undefined there, or too large"
 EXPLODING = "exploding gradients"
@@ -279,18 +282,18 @@ def test_gradients_that_are_all_nan_may_have_been_multiplied_after_backward():
             parameter.grad /= norm
 
     first, *_ = clipped(set_one, by_hand)
-    assert titles(first) == [
-        "all gradients are NaN as a whole: the derivative of the loss is not finite, or they were "
-        "multiplied with NaN after backward, as clipping by a norm that is NaN does"
-    ]
+    (title,) = titles(first)
+    assert title.startswith("all gradients are NaN as a whole: the derivative of the loss is not ")
     first, *_ = clipped(set_one, lambda _: None)
     assert titles(first) == [BACKWARD]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_gradient_of_several_ranks_may_be_the_fault_of_another(monkeypatch, ranks):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    job = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: ranks
+    )
+    monkeypatch.setattr(gradients, "distributed", job)
     (finding,) = clipped(set_one, lambda _: None)
     assert titles(finding) == ([BACKWARD] if ranks == 1 else [])
 
