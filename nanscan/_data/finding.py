@@ -25,6 +25,7 @@ Verdict = Literal[
     "recovered",
     "scale-search",
     "persistent-overflow",
+    "all-zero",
 ]
 FAULTS: tuple[Verdict, ...] = ("origin", "propagated", "persistent-overflow")
 Seen = tuple[Site, ScanResult]
@@ -49,7 +50,7 @@ class Finding:
             "absorbed": was handed bad ones and returned finite ones; "near-limit": still finite,
             close to the largest value of its dtype; "recovered": finite again; "scale-search": a
             GradScaler skipped the step and lowers its scale, as it should; "persistent-overflow":
-            it did so too many times in a row.
+            it did so too many times in a row; "all-zero": it is finite, and all of it turned 0.
         how: the verdict in words.
         stats: counts, extremes and the first bad index, over this step.
         given: what the site was made from: a module's inputs, a parameter's gradient and moments.
@@ -155,6 +156,8 @@ def _headline(finding: Finding) -> str:
         reason = f"({near} of the largest {dtype_name(finding.dtype)}, {limit:g})"
     elif finding.verdict in ("absorbed", "recovered"):
         state = "finite"
+    elif finding.verdict == "all-zero":
+        state = "all zero"
     rank = f", rank {finding.rank}" if finding.rank else ""
     return f"{finding.site} is {state} in step {finding.step}{rank} {reason}"
 

@@ -26,6 +26,7 @@ WITHOUT_REMEDY = {
     "undefined_derivative",
     "nan_loss_of_finite_outputs",
 }
+ELSEWHERE = {"wiped_out"}  # test_all_zero.py: a norm in float32 is not wiped out
 
 
 @dataclass
@@ -489,5 +490,5 @@ def test_a_remedy_that_is_applied_is_right(each, num_threads):
 
 def test_each_rule_has_its_remedy_applied_or_gives_none():
     named = {rule.name for rule in RULES}
-    assert {each.values[0].rule for each in CASES} | WITHOUT_REMEDY == named
+    assert {each.values[0].rule for each in CASES} | WITHOUT_REMEDY | ELSEWHERE == named
     assert not {each.values[0].rule for each in CASES} & WITHOUT_REMEDY

@@ -35,6 +35,7 @@ from nanscan._judge.causes.layers import (
     nan_loss_of_finite_outputs,
     single_sample,
     spoiled_statistics,
+    wiped_out,
     zero_variance,
 )
 from nanscan._judge.causes.optimizer import (
@@ -60,6 +61,7 @@ RULES: tuple[Rule[Evidence, Cause], ...] = (
     bad_input_batch,
     bad_buffer,
     spoiled_statistics,
+    wiped_out,
     spread_by_clipping,
     loss_scale_too_large,
     no_loss_scale_helps,

@@ -15,7 +15,7 @@ from nanscan._data.dtypes import rounds_to_zero
 from nanscan._data.places import SinglePlace
 from nanscan._data.result import ScanResult, bad_counts
 from nanscan._data.site import Kind
-from nanscan._data.text import dtype_name, number, plural
+from nanscan._data.text import dtype_name, largest, number, plural
 from nanscan._judge.evidence import Evidence
 from nanscan._judge.rule import rule
 
@@ -87,6 +87,21 @@ def spoiled_statistics(e: Evidence) -> Cause | None:
         f"{bad_counts(stats)} of {plural(stats.numel, 'channel')}; a running average never gets "
         "rid of it, whatever the batches that follow; train mode does not read it",
         f"{layer}.reset_running_stats(), then batches in train mode; or load it from a checkpoint",
+    )
+
+
+@rule(verdicts=("all-zero",), kinds=lambda kind: kind is Kind.OUTPUT)
+def wiped_out(e: Evidence) -> Cause | None:
+    """The square of an input overflows, and what is divided by it is 0."""
+    tops = [seen.absmax or 0.0 for _, seen in e.finding.given]
+    if not tops or max(tops) ** 2 <= torch.finfo(e.stats.dtype).max:
+        return None
+    top, dtype = max(tops), dtype_name(e.stats.dtype)
+    return Cause(
+        f"squares overflow {dtype}, and division by Inf gives 0",
+        f"it was given values up to {number(top)}; {number(top)}^2 = {number(top**2)}, and {dtype} "
+        f"ends at {largest(e.stats.dtype)}; it was not 0 in the steps before",
+        "x.float() before the squares, and back after them" if dtype == "float16" else "",
     )
 
 
