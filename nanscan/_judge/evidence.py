@@ -278,14 +278,15 @@ class Evidence:
     @property
     def bad_buffers(self) -> list[tuple[Site, ScanResult, str]]:
         """Own buffers of a layer that were bad before this step, each with since when."""
+        place = self.node.place
+        own = place.buffers.values() if isinstance(place, ModulePlace) else ()
+        nodes = {buffer.node.site: buffer.node for buffer in own if buffer.node.row >= 0}
         found = {
             site: (site, stats, "since before this step")
             for site, stats in self.finding.given
-            if site.kind is Kind.BUFFER and not stats.is_finite
+            if site in nodes and not stats.is_finite
         }
-        place = self.node.place
-        own = place.buffers.values() if isinstance(place, ModulePlace) else ()
-        for node in [buffer.node for buffer in own if buffer.node.row >= 0]:
+        for node in nodes.values():
             steps, records = self.record.history.kept([node.row])
             used = (steps < self.record.step) & (records["calls"][:, 0] > 0)
             steps, past = steps[used], records[used, 0]

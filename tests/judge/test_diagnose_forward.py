@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import nanscan
 from helpers.models import INF, NAN, Do, batch, diagnosed, first_fault, infer, sgd, titles, train
 
 OVERFLOW = "overflow of float16: values grew beyond 65504"
@@ -440,10 +441,10 @@ def spoilt_statistics(name, value):
 @pytest.mark.parametrize(
     ("name", "value", "returns"),
     [
-        ("running_mean", NAN, "NaN"),
-        ("running_mean", INF, "Inf"),
-        ("running_var", INF, "0"),
-        ("running_var", NAN, "NaN"),
+        ("running_mean", NAN, "return NaN"),
+        ("running_mean", INF, "return non-finite values"),
+        ("running_var", INF, "divide by Inf"),
+        ("running_var", NAN, "return NaN"),
     ],
 )
 def test_spoilt_statistics_are_told_with_what_they_mean_for_eval(name, value, returns):
@@ -451,13 +452,13 @@ def test_spoilt_statistics_are_told_with_what_they_mean_for_eval(name, value, re
     first = findings[0]
     assert str(first.site) == f"0.{name} buffer"
     assert titles(first) == [
-        f"{name} of 0 is non-finite: model.eval() will return {returns} until it is reset"
+        f"{name} of 0 is non-finite: model.eval() will {returns} until it is reset"
     ]
     assert first.causes[0].evidence.startswith(
         f"1 {'NaN' if value != value else '+Inf'} of 4 channels; "  # noqa: PLR0124 - NaN
     )
     later = [f for f in findings if str(f.site) == "0 output"]
-    if returns == "0":
+    if returns == "divide by Inf":
         assert later == []
         return
     assert titles(later[0])[0] == f"0.{name} was bad before 0 ran"
@@ -518,3 +519,19 @@ def test_masks_that_overflow_when_they_are_added(low):
     named = "additive masks overflow float16: its lowest value and a negative one add up to -Inf"
     both = Do(lambda m: torch.cat([m, m + m]))
     assert (named in titles(inferred(both, mask))) is (low < -65000)
+
+
+def test_banned_tokens_are_not_to_be_sampled():
+    """A probe is no attention: what fills its -Inf chooses among tokens that are all banned."""
+
+    def sample(logits):
+        x = nanscan.probe("logits", logits)
+        return nanscan.probe("probabilities", x.softmax(-1)).nan_to_num()
+
+    logits = torch.randn(3, 5)
+    logits[2] = -INF
+    findings = diagnosed(None, lambda: infer(Do(sample), logits)).findings
+    (named,) = [f for f in findings if str(f.site) == "probabilities probe"]
+    (cause,) = named.causes
+    assert cause.title == "NaN out of -Inf: a fully masked row of a softmax, or 0 * -Inf"
+    assert cause.remedy == ""

@@ -48,7 +48,7 @@ def bad_buffer(e: Evidence) -> Cause | None:
     if not found or any(s.kind is not Kind.BUFFER and _is_bad(r) for s, r in e.finding.given):
         return None
     site, stats, since = found[0]
-    more = f", and so are {', '.join(str(s) for s, *_ in found[1:])}" if len(found) > 1 else ""
+    more = "".join(f"; {other} as well" for other, *_ in found[1:])
     is_statistic = "running_" in site.name
     name = e.finding.site.name
     return Cause(

@@ -80,10 +80,10 @@ def spoiled_statistics(e: Evidence) -> Cause | None:
     if not isinstance(place, SinglePlace) or not place.is_statistic or place.parent is None:
         return None
     name, layer = e.finding.site.name.rpartition(".")[2], place.parent.name
-    is_zero = name == "running_var" and not stats.nan_count
-    returns = "0" if is_zero else "NaN" if stats.nan_count else "Inf"
+    of_inf = "divide by Inf" if name == "running_var" else "return non-finite values"
+    will = "return NaN" if stats.nan_count else of_inf
     return Cause(
-        f"{name} of {layer} is non-finite: model.eval() will return {returns} until it is reset",
+        f"{name} of {layer} is non-finite: model.eval() will {will} until it is reset",
         f"{bad_counts(stats)} of {plural(stats.numel, 'channel')}; a running average never gets "
         "rid of it, whatever the batches that follow; train mode does not read it",
         f"{layer}.reset_running_stats(), then batches in train mode; or load it from a checkpoint",
@@ -133,10 +133,14 @@ def fully_masked_rows(e: Evidence) -> Cause | None:
     if (stats.first_nonfinite or (1,))[-1] != 0 or not any(map(_masks_a_row, masks.values())):
         return None
     title = "NaN out of -Inf: a fully masked row of a softmax, or 0 * -Inf"
-    return Cause(title, evidence, _FILL)
+    return Cause(title, evidence, "" if e.kind is Kind.PROBE else _FILL)
 
 
-_FILL = "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of -inf"
+# Of scores of an attention; in a sampler it would choose among tokens that are all banned.
+_FILL = (
+    "of attention scores: scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of "
+    "-inf"
+)
 _UNCOVER = "let each query see one key at least, mask[nothing_seen, 0] = False, and drop such rows"
 
 
