@@ -206,4 +206,6 @@ def _facts(
     for name, moment in state:
         with contextlib.suppress(TypeError, ValueError):
             scans[name] = check(moment, moments=True)
-    return OptimizerFacts(type(optimizer).__name__, options, scans)
+    groups = enumerate(optimizer.param_groups)
+    index = next((i for i, other in groups if other is group), None)
+    return OptimizerFacts(type(optimizer).__name__, options, scans, index)

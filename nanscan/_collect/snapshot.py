@@ -76,11 +76,13 @@ class OptimizerFacts:
         options: of the parameter's group: lr, eps, betas, ...
         moments: scans with moments of the parameter's state, by name, taken right after the step;
             empty where they were not scanned.
+        group: index of the parameter's group; None for what all groups agree on.
     """
 
     name: str
     options: Mapping[str, Any]
     moments: Mapping[str, ScanResult] = field(default_factory=dict)
+    group: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,19 @@ UNMASK = (
     "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of -inf; or let padded "
     "rows see one key and drop them later; F.scaled_dot_product_attention returns 0 for such rows"
 )
-_SAFE_ARGUMENT = (
-    "look there for sqrt, log, norm or division at 0, and for torch.where, which does not stop "
-    "0 * inf = NaN in backward: make the argument safe first, "
-    "torch.sqrt(torch.where(x > 0, x, 1))"
-)
 
 
-def masked_rows(evidence: str, count: int, of: str = "the softmax") -> Cause:
+def masked_rows(evidence: str, count: int, of: str = "the softmax", remedy: str = UNMASK) -> Cause:
     """A softmax has rows that hold nothing but -Inf.
 
     Args:
         evidence: the numbers.
         count: how many rows.
         of: what, with its article.
+        remedy: what to write instead.
     """
     verb = "is" if count == 1 else "are"
-    return Cause(f"{plural(count, 'row')} of {of} {verb} fully masked", evidence, UNMASK)
+    return Cause(f"{plural(count, 'row')} of {of} {verb} fully masked", evidence, remedy)
 
 
 def zero_variance(evidence: str, layer: str, eps: float, dtype: str = "") -> Cause:
@@ -41,7 +37,7 @@ def zero_variance(evidence: str, layer: str, eps: float, dtype: str = "") -> Cau
     return Cause(
         f"{layer} divides by a variance of 0{why}",
         evidence,
-        f"{layer}(..., eps=1e-5), in 16 bits 1e-3; and find what makes all of its input the same",
+        f"{layer}(..., eps=1e-5)",
     )
 
 
@@ -56,11 +52,12 @@ def second_moment_overflow(
         optimizer: which one.
         moment: its name in the optimizer's state.
     """
+    clip = "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)"
+    wider = "keep parameters in float32: model.float(), and torch.autocast; or "
     return Cause(
         f"{optimizer}'s {moment} overflows {dtype}: the gradient's square does not fit",
         evidence,
-        "keep parameters in float32 and use torch.autocast; or scale the loss down, or "
-        "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)",
+        (wider if dtype == "float16" else "") + clip,
     )
 
 
@@ -73,26 +70,26 @@ def undefined_derivative(
         evidence: the numbers.
         function: which one; "": not known.
         at: the values at which it is not finite; "": not known.
-        remedy: what to write instead; "": where to look.
+        remedy: what to write instead; "": not known.
     """
     title = f"the derivative of {function} is not finite" + (f" at {at}" if at else "")
     unknown = "a derivative is not finite: it is undefined there, or too large"
-    return Cause(title if function else unknown, evidence, remedy or _SAFE_ARGUMENT)
+    return Cause(title if function else unknown, evidence, remedy)
 
 
-def empty_mean(evidence: str, *, of_labels: bool = False) -> Cause:
+def empty_mean(evidence: str, *, of_labels: bool = False, remedy: str = "") -> Cause:
     """A mean has nothing to average over.
 
     Args:
         evidence: the numbers.
         of_labels: it is a loss, and no label counts.
+        remedy: what to write instead; "": the usual.
     """
     if of_labels:
         return Cause(
             "a mean over nothing, 0 / 0: every label is ignored or has weight 0",
             evidence,
-            "skip such a batch: if (labels != ignore_index).any(); or F.cross_entropy(x, y, "
-            "reduction='sum') / (y != ignore_index).sum().clamp(min=1)",
+            remedy or "skip such a batch: if (labels != ignore_index).any()",
         )
     return Cause(
         "a mean over nothing, 0 / 0", evidence, "skip it: x.mean() if x.numel() else x.sum()"

@@ -15,7 +15,7 @@ from nanscan._data.cause import Cause
 from nanscan._data.location import Location
 from nanscan._data.result import ScanResult, describe_parts
 from nanscan._data.site import Site
-from nanscan._data.text import dtype_name, share
+from nanscan._data.text import dtype_name, number, share
 
 Verdict = Literal[
     "origin",
@@ -25,6 +25,7 @@ Verdict = Literal[
     "recovered",
     "scale-search",
     "persistent-overflow",
+    "all-zero",
 ]
 FAULTS: tuple[Verdict, ...] = ("origin", "propagated", "persistent-overflow")
 Seen = tuple[Site, ScanResult]
@@ -49,7 +50,7 @@ class Finding:
             "absorbed": was handed bad ones and returned finite ones; "near-limit": still finite,
             close to the largest value of its dtype; "recovered": finite again; "scale-search": a
             GradScaler skipped the step and lowers its scale, as it should; "persistent-overflow":
-            it did so too many times in a row.
+            it did so too many times in a row; "all-zero": it is finite, and all of it turned 0.
         how: the verdict in words.
         stats: counts, extremes and the first bad index, over this step.
         given: what the site was made from: a module's inputs, a parameter's gradient and moments.
@@ -61,7 +62,7 @@ class Finding:
         aliases: other names of the parameter, where weights are tied.
         unscanned: modules that this step did not scan, between the last site known to be finite and
             this one: it may have been made there.
-        unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
+        unlikely: what is commonly suspected and is proven not to be it.
         episode: number of the fault's episode, from 1: all that follows from one fault is one
             episode; 0 for what is no fault.
         news: "new": its episode begins with it; "again": its episode goes on, and is told again;
@@ -148,7 +149,8 @@ def _report(finding: Finding) -> list[str]:
 
 
 def _is_unexplained(finding: Finding) -> bool:
-    return finding.verdict == "origin" and not finding.causes
+    began_here = finding.verdict in ("origin", "persistent-overflow")
+    return began_here and not any(cause.remedy for cause in finding.causes)
 
 
 def _headline(finding: Finding) -> str:
@@ -160,6 +162,8 @@ def _headline(finding: Finding) -> str:
         reason = f"({near} of the largest {dtype_name(finding.dtype)}, {limit:g})"
     elif finding.verdict in ("absorbed", "recovered"):
         state = "finite"
+    elif finding.verdict == "all-zero":
+        state = "all zero"
     rank = f", rank {finding.rank}" if finding.rank else ""
     return f"{finding.site} is {state} in step {finding.step}{rank} {reason}"
 
@@ -169,7 +173,7 @@ def _history(history: Mapping[str, npt.NDArray[Any]]) -> list[str]:
         return []
     bad = np.sum([history[name] for name in ("nan", "posinf", "neginf")], axis=0)
     entries = [
-        f"step\xa0{step}:\xa0{'-' if np.isnan(top) else f'{top:.5g}'}"
+        f"step\xa0{step}:\xa0{'-' if np.isnan(top) else number(top)}"
         + (f"\xa0({n}\xa0bad)" if n else "")
         for step, top, n in zip(history["step"], history["absmax"], bad, strict=True)
     ]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from nanscan._data.cause import Cause
 from nanscan._data.result import ScanResult, describe
 from nanscan._data.site import Site
+from nanscan._data.text import number
 
 _WIDTH = 100
 _LABEL = 10  # columns
@@ -32,9 +33,9 @@ def table(tables: dict[str, Sequence[Sequence[str]]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
     lines = []
     for label, rows in tables.items():
-        for number, row in enumerate(rows[:_MAX_ROWS]):
+        for index, row in enumerate(rows[:_MAX_ROWS]):
             padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True) if width)
-            lines.append(_labelled("" if number else label, "  ".join(padded)))
+            lines.append(_labelled("" if index else label, "  ".join(padded)))
         if len(rows) > _MAX_ROWS:
             lines += block("", [f"and {len(rows) - _MAX_ROWS} more"])
     return lines
@@ -44,8 +45,8 @@ def sites(label: str, seen: Sequence[tuple[Site, ScanResult]]) -> list[str]:
     """Sites with what was found there, one line each, not wrapped."""
     width = max((len(str(site)) for site, _ in seen), default=0)
     return [
-        _labelled("" if number else label, f"{site!s:<{width}}  {summary(stats)}")
-        for number, (site, stats) in enumerate(seen)
+        _labelled("" if index else label, f"{site!s:<{width}}  {summary(stats)}")
+        for index, (site, stats) in enumerate(seen)
     ]
 
 
@@ -54,16 +55,18 @@ def summary(stats: ScanResult) -> str:
     if stats.is_finite:
         if stats.absmax is None:
             return "empty"
-        return f"min {stats.min:<11.5g} max {stats.max:<11.5g} absmax {stats.absmax:.5g}"
+        low, high = number(stats.min or 0.0), number(stats.max or 0.0)
+        return f"min {low:<11} max {high:<11} absmax {number(stats.absmax)}"
     return describe(stats)
 
 
 def causes(found: Sequence[Cause]) -> list[str]:
-    """Each cause with its evidence and remedy, best first."""
+    """Each cause with its evidence and, where one is known, its remedy, best first."""
     lines: list[str] = []
     for cause in found:
         lines += block("cause", [cause.title])
-        lines += block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
+        remedy = [f"remedy: {cause.remedy}"] if cause.remedy else []
+        lines += block("", [f"evidence: {cause.evidence}", *remedy])
     return lines
 
 

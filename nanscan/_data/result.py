@@ -12,7 +12,7 @@ import torch
 from nanscan import _C
 from nanscan._data.dtypes import DTYPES
 from nanscan._data.row import Rows
-from nanscan._data.text import dtype_name
+from nanscan._data.text import dtype_name, number
 
 Record = bytes | np.void | Rows  # of one row
 _SIGN = 1 << 63
@@ -195,7 +195,7 @@ def describe_parts(result: ScanResult) -> list[str]:
     if result.first_nonfinite is not None:
         parts.append(f"first at {result.first_nonfinite}")
     if result.min is not None:
-        parts.append(f"finite values in [{result.min:.6g}, {result.max:.6g}]")
+        parts.append(f"finite values from {number(result.min)} to {number(result.max or 0.0)}")
     elif result.numel:
         parts.append("no finite value")
     return parts

@@ -13,14 +13,23 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if whole and math.isfinite(value) else f"{value:.3g}"
 
 
+def largest(dtype: torch.dtype) -> str:
+    """The largest value of a dtype: "65504", "3.4e+38"."""
+    value = float(torch.finfo(dtype).max)
+    return f"{value:g}" if value < 1e6 else number(value)  # noqa: PLR2004
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Without the name of torch."""
     return str(dtype).removeprefix("torch.")
 
 
-def rounded(value: float) -> str:
-    """To one digit, as a setting to try."""
-    return f"{float(f'{value:.1g}'):g}"
+def rounded_down(value: float) -> str:
+    """To one digit, as a setting to try that is not to be exceeded."""
+    if not 0 < value < math.inf:
+        return f"{value:g}"
+    unit = 10.0 ** math.floor(math.log10(value))
+    return f"{float(f'{math.floor(value / unit) * unit:.1g}'):g}"
 
 
 def share(x: float, most: float) -> str:

@@ -15,6 +15,7 @@ from nanscan._data.places import ModulePlace, Node, ParameterPlace
 from nanscan._data.result import ScanResult
 from nanscan._data.row import Floats, absmax, nonfinite
 from nanscan._data.site import Kind, Site
+from nanscan._data.text import number
 from nanscan._judge.trend import Trend
 
 
@@ -54,6 +55,15 @@ class StepEvidence:
         return self.trend(*self._rows(Kind.GRAD))
 
     @functools.cached_property
+    def has_all_gradients(self) -> bool:
+        """Whether gradients were scanned in each step before, as far as kept, and were finite."""
+        steps, records = self.record.history.kept(self._rows(Kind.GRAD))
+        used = (steps < self.record.step) & (records["calls"].max(1, initial=0) > 0)
+        seen = steps[used]
+        is_gapless = len(seen) > 0 and seen[0] + len(seen) == self.record.step
+        return bool(is_gapless and not nonfinite(records[used]).any())
+
+    @functools.cached_property
     def parameters(self) -> Trend:
         """Of all parameters, after each step."""
         return self.trend(*self._rows(Kind.PARAM))
@@ -73,27 +83,49 @@ class StepEvidence:
         found = [row for row in self._rows(*kinds) if self.record.was_scanned(row)]
         return sorted(found, key=lambda row: int(self.record.order[row]))
 
-    def forward_before(self, row: int) -> tuple[int, int, float]:
-        """Of inputs, outputs and loss before a row: how many, how many bad, and the absmax.
-
-        Additive masks count for nothing: -Inf alone in an input, or the lowest finite value.
-        """
-        order, bad, tops = self._forward
-        count = int(np.searchsorted(order, self.record.order[row]))
-        return count, int(bad[:count].sum()), float(tops[:count].max(initial=0.0))
+    @functools.cached_property
+    def is_clipped(self) -> bool:
+        """Whether gradients were scanned before clipping and after it."""
+        return any(self.record.rows[row]["calls"] > 1 for row in self.scanned(Kind.GRAD))
 
     @functools.cached_property
-    def _forward(self) -> tuple[Floats, Floats, Floats]:
-        """Of each row of the forward, in order: when it was scanned, if it is bad, its absmax."""
-        found: list[tuple[float, float, float]] = []
+    def are_gradients_nan(self) -> bool:
+        """Whether each value of each of several gradients is NaN."""
+        rows = self.record.rows[self.scanned(Kind.GRAD)]
+        return len(rows) > 1 and bool((rows["nan"] == rows["elements"]).all())
+
+    def forward_before(self, row: int) -> ForwardBefore:
+        """What is known of inputs, outputs and loss that were scanned before a row."""
+        order, bad, masked, tops = self._forward
+        count = int(np.searchsorted(order, self.record.order[row]))
+        top = float(tops[:count].max(initial=0.0))
+        return ForwardBefore(count, int(bad[:count].sum()), int(masked[:count].sum()), top)
+
+    @functools.cached_property
+    def _forward(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Of each row of the forward, in order: when it was scanned; if it is bad; if it holds
+        -Inf as a mask does; its absmax, that of additive masks aside.
+        """  # noqa: D205
+        found: list[tuple[float, float, float, float]] = []
         for row in self.scanned(*(kind for kind in Kind if kind.is_forward)):
-            stats, is_input = self.record.result(row), self.record.nodes[row].kind is Kind.INPUT
-            infinite = stats.posinf_count if is_input else stats.inf_count
-            masked = is_input and is_mask(stats.min, stats.max)
-            top = 0.0 if masked else stats.absmax or 0.0
-            found.append((self.record.order[row], bool(stats.nan_count or infinite), top))
-        columns = np.array(found, np.float64).reshape(-1, 3).T
-        return columns[0], columns[1], columns[2]
+            stats, kind = self.record.result(row), self.record.nodes[row].kind
+            holds_mask = stats.neginf_count == stats.nonfinite_count > 0 and kind.may_be_mask
+            is_bad = not (stats.is_finite or holds_mask)
+            is_additive = kind is Kind.INPUT and is_mask(stats.min, stats.max)
+            top = 0.0 if is_additive else stats.absmax or 0.0
+            found.append((self.record.order[row], is_bad, holds_mask, top))
+        columns = np.array(found, np.float64).reshape(-1, 4).T
+        return columns[0], columns[1], columns[2], columns[3]
+
+    def masks_before(self, row: int) -> list[Seen]:
+        """What holds -Inf alone, as masks do, and was scanned before a row of this step."""
+        record = self.record
+        found = [
+            (record.nodes[other].site, record.result(other))
+            for other in self.scanned(*(kind for kind in Kind if kind.may_be_mask))
+            if record.order[other] < record.order[row]
+        ]
+        return [(s, held) for s, held in found if held.neginf_count == held.nonfinite_count > 0]
 
     @functools.cached_property
     def narrowest(self) -> torch.dtype:
@@ -139,6 +171,35 @@ class StepEvidence:
         return [(name, top) for name, top in tops.items() if top > 0]
 
 
+@dataclass(frozen=True)
+class ForwardBefore:
+    """What was scanned in the forward before something.
+
+    Attributes:
+        count: tensors that were scanned.
+        bad: how many of them are bad.
+        masked: how many more hold -Inf alone, as masks do.
+        absmax: largest finite magnitude in them, additive masks aside.
+    """
+
+    count: int
+    bad: int
+    masked: int
+    absmax: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that was scanned is finite, or a mask."""
+        return not self.bad
+
+    def __str__(self) -> str:
+        aside = f", the -Inf of masks in {self.masked} aside" if self.masked else ""
+        return (
+            f"all {self.count} tensors scanned in the forward of this step are finite{aside}, "
+            f"absmax {number(self.absmax)}"
+        )
+
+
 @dataclass
 class Evidence:
     """The one argument of a rule: a finding, and all that may explain it.
@@ -172,6 +233,11 @@ class Evidence:
         return self.finding.stats
 
     @property
+    def first_bad_call(self) -> int:
+        """Number of the scan that first saw the site bad, from 1."""
+        return int(self.record.rows[self.row]["first_bad_call"])
+
+    @property
     def kind(self) -> Kind:
         """Of the site."""
         return self.finding.site.kind
@@ -199,6 +265,72 @@ class Evidence:
         return self.module if self.kind is Kind.OUTPUT else None
 
     @property
+    def is_given_finite(self) -> bool:
+        """Whether all is known of what a module's output was made from, and is finite."""
+        given = self.finding.given
+        return bool(given) and all(stats.is_finite for _, stats in given)
+
+    @property
+    def is_mask_on_mask(self) -> bool:
+        """Whether the values show additive masks that were added: -Inf beside the lowest value."""
+        stats = self.stats
+        only_neginf = stats.neginf_count == stats.nonfinite_count > 0
+        return only_neginf and stats.min == torch.finfo(stats.dtype).min
+
+    @property
+    def bad_buffers(self) -> list[tuple[Site, ScanResult, str]]:
+        """Own buffers of a layer that were bad before this step, each with since when."""
+        place = self.node.place
+        own = place.buffers.values() if isinstance(place, ModulePlace) else ()
+        nodes = {buffer.node.site: buffer.node for buffer in own if buffer.node.row >= 0}
+        found = {
+            site: (site, stats, "since before this step")
+            for site, stats in self.finding.given
+            if site in nodes and not stats.is_finite
+        }
+        for node in nodes.values():
+            steps, records = self.record.history.kept([node.row])
+            used = (steps < self.record.step) & (records["calls"][:, 0] > 0)
+            steps, past = steps[used], records[used, 0]
+            bad = nonfinite(past) > past["neginf"]
+            if len(bad) and bad[-1]:
+                fine = np.flatnonzero(~bad)
+                since = steps[fine[-1] + 1] if len(fine) else steps[0]
+                result = ScanResult(past[-1], (), self.stats.dtype)
+                found[node.site] = node.site, result, f"since step {since}"
+        return list(found.values())
+
+    @property
+    def has_finite_buffers(self) -> bool:
+        """Whether all own buffers of a layer were scanned as they are, and are finite."""
+        place = self.node.place
+        own = place.buffers.values() if isinstance(place, ModulePlace) else ()
+        rows = [buffer.node.row for buffer in own]
+        seen = [self.record.was_scanned(r) or bool(len(self.step.trend(r))) for r in rows]
+        bad = [self.record.was_scanned(r) and not self.record.result(r).is_finite for r in rows]
+        return all(seen) and not any(bad) and not self.bad_buffers
+
+    @functools.cached_property
+    def weights(self) -> list[tuple[Site, float]]:
+        """The layer's own parameters in this step's forward, as far as known: their absmax."""
+        place = self.node.place
+        if self.kind is not Kind.OUTPUT or not isinstance(place, ModulePlace):
+            return []
+        known = [(p.param.site, self._absmax_of(key, p)) for key, p in place.parameters.items()]
+        return [(site, top) for site, top in known if top is not None]
+
+    def _absmax_of(self, key: str, place: ParameterPlace) -> float | None:
+        past = self.step.trend(place.param.row)
+        if past:
+            return past.last
+        parameter = getattr(self.module, key, None)
+        is_as_it_was = place not in self.record.model.optimizers
+        if not isinstance(parameter, torch.Tensor) or parameter.device.type != "cpu":
+            return None
+        top = float(parameter.detach().abs().max()) if is_as_it_was and parameter.numel() else None
+        return top if top is not None and np.isfinite(top) else None
+
+    @property
     def gradient(self) -> ScanResult | None:
         """Of a parameter or its moments: the gradient that the optimizer was given."""
         return next((stats for site, stats in self.finding.given if site.kind is Kind.GRAD), None)
@@ -212,9 +344,27 @@ class Evidence:
         return self.record.optimizers.get(place) or model.optimizers.get(place)
 
     def option(self, name: str) -> float | None:
-        """A number among the optimizer's options; None for a tensor, which may be on a device."""
+        """A number among the optimizer's options; None for a tensor on a device, and where unknown.
+
+        Synchronization: none.
+        """
+        values = self.options(name)
+        return values[0] if len(values) == 1 else None
+
+    def options(self, name: str) -> list[float]:
+        """The same for an option that may hold several numbers, such as betas."""
         value = self.optimizer.options.get(name) if self.optimizer is not None else None
-        return float(value) if isinstance(value, (int, float)) else None
+        values = value if isinstance(value, (tuple, list)) else [value]
+        return [
+            float(number)
+            for number in values
+            if isinstance(number, (int, float))
+            or (isinstance(number, torch.Tensor) and _is_number_on_host(number))
+        ]
+
+
+def _is_number_on_host(x: torch.Tensor) -> bool:
+    return x.numel() == 1 and x.device.type == "cpu" and not x.dtype.is_complex
 
 
 def is_mask(low: float | None, high: float | None) -> bool:

@@ -44,6 +44,12 @@ class Trend:
         return self.growth >= _JUMPS or (self.growth >= _EXPLODES and rises >= 0.6)  # noqa: PLR2004
 
     @property
+    def pace(self) -> float:
+        """The largest growth from one step to the next; 1 where it never grew."""
+        before = np.maximum(self.values[:-1], np.finfo(np.float64).tiny)
+        return float((self.values[1:] / before).max(initial=1.0))
+
+    @property
     def last(self) -> float:
         """Of the latest step."""
         return float(self.values[-1])

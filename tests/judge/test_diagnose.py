@@ -25,11 +25,14 @@ def test_nothing_is_asked_while_all_is_clean(monkeypatch):
 
 
 def test_what_was_handed_on_has_neither_causes_nor_refuted_suspicions():
-    model = nn.Sequential(Do(torch.sqrt), Do(lambda x: x * 1), nn.Linear(4, 4))
-    findings = diagnosed(model, lambda: infer(model, -batch().abs())).findings
-    assert [f.verdict for f in findings] == ["origin", "propagated", "propagated"]
+    model = nn.Sequential(nn.Linear(4, 4), Do(lambda x: x * factors.pop()), Do(lambda x: x * 1))
+    factors = [NAN, *[1.0] * 5]
+    inputs = [batch(0)] * 6
+    monitor = diagnosed(model, lambda: train(model, sgd(model, 1e-9), inputs))
+    findings = [f for f in monitor.findings if f.site.kind == "output"]
+    assert [f.verdict for f in findings] == ["origin", "propagated"]
     assert findings[0].unlikely
-    assert [(f.causes, f.unlikely) for f in findings[1:]] == [((), ())] * 2
+    assert (findings[1].causes, findings[1].unlikely) == ((), ())
 
 
 def test_three_causes_at_most(monkeypatch):
@@ -58,13 +61,12 @@ def test_a_bad_input_refutes_nothing():
     assert "batch" not in str(finding.unlikely)
 
 
-@pytest.mark.parametrize(("top", "is_far"), [(40.0, True), (50.0, False)])
-def test_overflow_is_refuted_only_where_exp_would_fit(top, is_far):
-    """The logarithm of the largest float32 is 88.7; half of that is taken for safe."""
+@pytest.mark.parametrize("top", [1.0, 40.0, 50.0])
+def test_overflow_and_the_batch_are_never_refuted(top):
+    """Code between modules may have overflowed, and finite data may be at fault."""
     x = torch.tensor([-1.0, top])
-    model = Do(torch.sqrt)
-    finding = first_fault(diagnosed(model, lambda: infer(model, x)))
-    assert ("overflow" in str(finding.unlikely)) is is_far
+    for model in (Do(torch.sqrt), Do(lambda x: x * ((x * 0 + 100).exp() * 0))):
+        assert first_fault(diagnosed(model, lambda m=model: infer(m, x))).unlikely == ()
 
 
 def test_exploding_gradients_are_not_refuted_by_few_or_rising_ones():
@@ -83,6 +85,7 @@ def test_exploding_gradients_are_not_refuted_by_few_or_rising_ones():
 
     assert "exploding" in str(run([1.0, 1.0, 1.0, 1.0, 1.0, NAN]).unlikely)
     assert "exploding" not in str(run([1.0, 1.0, 1.0, 1.0, 9.0, NAN]).unlikely)
+    assert "exploding" not in str(run([1.0, 1.0, 1.0, 9.0, 1.0, NAN]).unlikely)
     assert "exploding" not in str(run([1.0, 1.0, 1.0, NAN, 1.0, 1.0]).unlikely)
     assert "exploding" not in str(run([0.0, 0.0, 0.0, 0.0, 0.0, NAN]).unlikely)
 
@@ -130,5 +133,4 @@ def test_a_second_origin_does_not_follow_finite_values_only():
     first, second = diagnosed(model, lambda: infer(model, -batch().abs())).findings[:2]
     assert [str(first.site), str(second.site)] == ["a output", "b output"]
     assert second.verdict == "origin"
-    assert "overflow" in str(first.unlikely)
-    assert "overflow" not in str(second.unlikely)
+    assert first.unlikely == second.unlikely == ()

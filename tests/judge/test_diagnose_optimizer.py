@@ -46,7 +46,7 @@ def test_an_update_that_does_not_fit_is_not_adams_eps():
     )
     assert (finding.site.kind, finding.verdict) == ("param", "origin")
     assert titles(finding)[0] == (
-        "the learning rate is too high: one update of lr=60000 does not fit into float16"
+        "the learning rate is too high: one update of lr=60,000 does not fit into float16"
     )
     assert finding.causes[0].evidence == (
         "lr times the gradient's absmax of 2 is 120,000; the largest float16 is 65504"
@@ -75,10 +75,7 @@ def test_an_update_that_fits_is_not_blamed(scale):
         assert "exploding" not in str(finding.unlikely)
         return
     assert "nanscan.locate(train_step, batch)" in str(finding)
-    assert finding.unlikely == (
-        "exploding gradients: the gradient is finite, absmax 2",
-        "bad input batch: every input of the step is finite, absmax 1",
-    )
+    assert finding.unlikely == ("exploding gradients: the gradient is finite, absmax 2",)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
@@ -144,7 +141,9 @@ def test_a_parameter_that_training_made_bad_was_initialised():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_trained_in_half_precision(dtype):
-    """The same fault, in parameters of float16 and under autocast."""
+    """The same fault in parameters of float16 and under autocast: the dtype of parameters is no
+    cause of it. It is of moments that do not fit.
+    """
     model = nn.Sequential(nn.Linear(4, 3), Do(lambda x: x * 60000.0)).to(dtype)
     optimizer = sgd(model)
 
@@ -155,12 +154,90 @@ def test_trained_in_half_precision(dtype):
     finding = first_fault(diagnosed(model, run))
     assert (str(finding.site), finding.dtype) == ("1 output", torch.float16)
     named = "parameters are trained in float16 itself, without autocast and GradScaler"
-    assert titles(finding) == ([named] if dtype == torch.float16 else [])
+    assert named not in titles(finding)
+    model = nn.Linear(4, 3, dtype=dtype)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    x = with_a_zero_column().to(dtype)
+    monitor = diagnosed(model, lambda: train(model, optimizer, [x], torch.sum))
     if dtype == torch.float16:
-        assert finding.causes[0].evidence.startswith("2 of 2 trained parameters are float16")
+        update = first_fault(monitor)
+        assert titles(update)[1] == named
+        assert update.causes[1].evidence.startswith("2 of 2 trained parameters are float16")
+    else:
+        assert monitor.findings == []
 
 
 def test_inference_in_half_precision_is_not_training():
     model = nn.Sequential(nn.Linear(4, 3), Do(lambda x: x * 60000.0)).half()
     finding = first_fault(diagnosed(model, lambda: model(torch.full((2, 4), 9.0).half())))
     assert titles(finding) == []
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+RATE = "the learning rate is not finite: {} has lr={}"
+
+
+@pytest.mark.parametrize("lr", ["inf", "nan"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
+def test_a_learning_rate_that_is_not_finite(kind, lr):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = kind([{"params": layer.parameters()} for layer in model], 1e-3)
+    optimizer.param_groups[1]["lr"] = float(lr)
+    finding = first_fault(
+        diagnosed(model, lambda: train(model, optimizer, [torch.ones(1, 2)], torch.sum))
+    )
+    assert (str(finding.site), finding.verdict) == ("1.weight param", "origin")
+    assert titles(finding) == [RATE.format(kind.__name__, lr)]
+    assert finding.causes[0].evidence == (
+        f"param_groups[1]['lr'] is {lr} in the step that made 1.weight param bad"
+    )
+    assert finding.unlikely == ()
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_scheduler_that_made_it_so(is_tensor):
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, torch.tensor(0.125) if is_tensor else 0.125)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: float("nan") if step else 1.0
+    )
+
+    def run():
+        train(model, optimizer, [torch.ones(1, 2)], torch.sum)
+        schedule.step()
+        train(model, optimizer, [torch.ones(1, 2)], torch.sum)
+
+    finding = first_fault(diagnosed(model, run))
+    assert titles(finding) == [RATE.format("SGD", "nan")]
+    assert finding.causes[0].evidence.endswith("; a scheduler began with 0.125")
+    assert "['lr'] = 0.125, where it is set" in finding.causes[0].remedy
+
+
+def test_a_finite_rate_and_an_unknown_option_that_is_infinite_are_not_blamed():
+    class SGD(torch.optim.Optimizer):
+        def step(self):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].fill_(float("nan"))
+
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), {"lr": 1e3, "max_norm": float("inf")})
+    finding = first_fault(
+        diagnosed(model, lambda: train(model, optimizer, [torch.ones(1, 2)], torch.sum))
+    )
+    assert finding.site.kind == "param"
+    assert "not finite" not in str(titles(finding))
+
+
+def test_a_fused_optimizer_computes_in_float32():
+    model = nn.Linear(4, 3, dtype=torch.float16)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
+    inputs = [with_a_zero_column().half()]
+    assert diagnosed(model, lambda: train(model, optimizer, inputs, torch.sum)).findings == []
+
+
+def test_a_parameter_that_is_filled_with_the_lowest_value_was_not_forgotten():
+    model = nn.Linear(4, 3)
+    nn.init.constant_(model.weight, torch.finfo(torch.float32).min)
+    monitor = diagnosed(model, lambda: model(torch.zeros(1, 4)))
+    assert "initialised" not in str([f.causes for f in monitor.findings])

@@ -274,7 +274,7 @@ def test_near_the_limit_with_its_history(scope):
     assert "0 output is near the limit in step 4 (50 % of the largest float16, 65504)" in str(
         near[0]
     )
-    assert "step 3: 16000, step 4: 32992" in str(near[0])
+    assert "step 3: 16,000, step 4: 32,992" in str(near[0])
     assert monitor.healthy
 
 

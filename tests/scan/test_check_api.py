@@ -238,7 +238,7 @@ def test_assert_finite(mixed):
         nanscan.assert_finite(mixed, "logits")
     assert str(error.value) == (
         "nanscan: logits is not finite: 1 NaN, 1 +Inf, 2 -Inf of 8 (float32 [2, 4]), "
-        "first at (0, 2), finite values in [-3, 2]"
+        "first at (0, 2), finite values from -3 to 2"
     )
     assert isinstance(error.value, FloatingPointError)
     assert cases.fields(error.value.result) == cases.fields(nanscan.check(mixed))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import nanscan
+from helpers.consistency import contradictions
 from helpers.text import without_numbers
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -52,6 +53,7 @@ def golden_reports(request, monkeypatch):
             reports += [str(found) for found in (search.location, search.absorbed) if found]
     if not reports:
         return
+    assert [found for report in reports for found in contradictions(report)] == []
     text = "\n\n".join(reports) + "\n"
     file, name = request.path.stem.removeprefix("test_"), request.node.name
     if MODE == "write":

@@ -128,7 +128,7 @@ def test_the_sum_between_the_two_convolutions_is_named(patches, scope, num_threa
         assert part in cause.evidence
     assert together > 65504
     assert "overflow of float16: values grew beyond 65504" in [c.title for c in first.causes]
-    assert first.unlikely[0] == "bad input batch: every input of the step is finite, absmax 1"
+    assert first.unlikely == ()
     assert [c.title for c in warned[0].causes] == ["values grow towards the largest float16"]
 
 

@@ -58,7 +58,7 @@ def test_the_linear_layer_overflows_after_it_was_near_the_limit(scope):
     assert f"{first.stats.inf_count:,} Inf beside finite values" in cause.evidence
     assert "absmax before went from" in cause.evidence
     assert "bfloat16" in cause.remedy
-    assert first.unlikely[0].startswith("bad input batch: every input of the step is finite")
+    assert first.unlikely == ()
     assert [c.title for c in near[0].causes] == ["values grow towards the largest float16"]
     assert second.causes == ()
 

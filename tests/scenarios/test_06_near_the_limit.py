@@ -71,7 +71,7 @@ def test_near_the_limit_with_its_trend_and_no_fault(model, scope):
     assert (trend[1:] > trend[:-1]).all()
     assert str(first).startswith("7 output is near the limit in step 4 (5")
     assert "of the largest float16, 65504)" in str(first).splitlines()[0]
-    assert f"step 3: {trend[3]:g}" in str(first).replace("\n            ", " ")
+    assert f"step 3: {trend[3]:,.0f}" in str(first).replace("\n            ", " ")
     assert [str(site) for site, _ in first.given] == ["6 output"]
     assert [cause.title for cause in first.causes] == ["values grow towards the largest float16"]
     assert f"absmax went from {trend[0]:,.0f} to {trend[-1]:,.0f} in 5 steps" in (

@@ -47,7 +47,8 @@ def test_backward_makes_it(scope):
     cause = first.causes[0]
     assert cause.title == "a derivative is not finite: it is undefined there, or too large"
     assert "below" in cause.evidence
-    assert "torch.where(x > 0, x, 1)" in cause.remedy
+    assert cause.remedy == ""  # that it is torch.where, only the op itself can tell
+    assert "nanscan.locate" in str(first)
 
 
 @SCOPES

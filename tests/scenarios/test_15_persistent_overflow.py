@@ -51,7 +51,8 @@ def test_skipped_steps_in_a_row_are_a_fault(scope, num_threads):
     assert search.causes == ()
     assert [cause.title for cause in fault.causes] == ["the loss scale has grown far too large"]
     assert fault.causes[0].evidence.startswith(
-        f"it was {scales[QUIET]:g} in the first of 8 skipped steps and is {scales[QUIET + 7]:g} now"
+        f"it was {scales[QUIET]:.3g} in the first of 8 skipped steps and is "
+        f"{scales[QUIET + 7]:.3g} now"
     )
     assert "all gradients were 0 in " in fault.causes[0].evidence
     assert fault.history["absmax"][:-8].tolist() == [0] * 8

@@ -58,8 +58,7 @@ def test_the_normalisation_is_named(scope, kind):
         assert first.causes[0].title.count("divides by a variance of 0")
         assert "that is 1 of 3 channels" in first.causes[0].evidence
         assert "eps=1e-5" in first.causes[0].remedy
-    assert first.unlikely[0].startswith("bad input batch: every input of the step is finite")
-    assert first.unlikely[1].startswith("overflow: finite values of the step reach 1.")
+    assert first.unlikely == ()
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.GroupNorm(3, 3)])

@@ -11,57 +11,65 @@ import itertools
 from nanscan._data.cause import Cause
 from nanscan._data.rules import Rule, answers
 from nanscan._judge.causes.forward import (
+    bad_buffer,
     bad_input_batch,
     branches_of_different_scale,
     far_from_unit_scale,
-    fully_masked_rows,
     growing_to_the_limit,
-    mean_over_nothing,
-    nan_loss_of_finite_outputs,
+    mask_on_mask,
     overflow,
-    single_sample,
-    zero_variance,
 )
 from nanscan._judge.causes.gradients import (
+    all_gradients_nan,
     exploding_gradients,
     learning_rate,
     loss_scale_too_large,
     no_loss_scale_helps,
     overflow_in_backward,
+    spread_by_clipping,
     undefined_derivative,
 )
+from nanscan._judge.causes.layers import (
+    fully_masked_rows,
+    mean_over_nothing,
+    nan_loss_of_finite_outputs,
+    single_sample,
+    spoiled_statistics,
+    wiped_out,
+    zero_variance,
+)
 from nanscan._judge.causes.optimizer import (
-    adam_eps_rounds_to_zero,
+    eps_rounds_to_zero,
     second_moment_overflow,
+    setting_not_finite,
     trained_in_half_precision,
     uninitialised_parameter,
     update_too_large,
 )
-from nanscan._judge.causes.refuted import (
-    not_exploding,
-    not_overflow_of_gradients,
-    not_overflow_of_values,
-    not_the_batch,
-    not_this_gradient,
-)
+from nanscan._judge.causes.refuted import not_exploding, not_this_gradient
 from nanscan._judge.evidence import Evidence
 
 _MAX_CAUSES = 3
-_MAX_UNLIKELY = 2
 
 # Best first: what is certain where it applies, then what was going on in the steps before, then
 # what the place itself shows, then conditions that favour trouble.
 RULES: tuple[Rule[Evidence, Cause], ...] = (
     uninitialised_parameter,
-    adam_eps_rounds_to_zero,
+    setting_not_finite,
+    eps_rounds_to_zero,
     second_moment_overflow,
     bad_input_batch,
+    bad_buffer,
+    spoiled_statistics,
+    wiped_out,
+    spread_by_clipping,
     loss_scale_too_large,
     no_loss_scale_helps,
     mean_over_nothing,
     zero_variance,
     single_sample,
     fully_masked_rows,
+    mask_on_mask,
     update_too_large,
     learning_rate,
     branches_of_different_scale,
@@ -69,20 +77,14 @@ RULES: tuple[Rule[Evidence, Cause], ...] = (
     overflow_in_backward,
     overflow,
     growing_to_the_limit,
+    all_gradients_nan,
     undefined_derivative,
     nan_loss_of_finite_outputs,
     far_from_unit_scale,
     trained_in_half_precision,
 )
 
-# In this order for every kind: a suspicion that does not concern a kind is left out.
-SUSPICIONS: tuple[Rule[Evidence, str], ...] = (
-    not_overflow_of_gradients,
-    not_this_gradient,
-    not_the_batch,
-    not_exploding,
-    not_overflow_of_values,
-)
+SUSPICIONS: tuple[Rule[Evidence, str], ...] = (not_this_gradient, not_exploding)
 
 
 def causes(e: Evidence) -> list[Cause]:
@@ -94,7 +96,7 @@ def causes(e: Evidence) -> list[Cause]:
 
 
 def unlikely(e: Evidence) -> list[str]:
-    """Common suspicions that the numbers refute, the first two."""
+    """Common suspicions that the numbers refute."""
     if e.record.spoiled or e.from_start:
         return []
-    return [*itertools.islice(answers(SUSPICIONS, e), _MAX_UNLIKELY)]
+    return [*answers(SUSPICIONS, e)]

@@ -1,4 +1,4 @@
-"""Causes of what goes bad in a forward: the batch, overflow, normalisation, masks, the loss."""
+"""Causes of what goes bad in a forward: the batch, buffers that were bad, and overflow."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.loss import _Loss
 
-from nanscan._data import causes
 from nanscan._data.cause import Cause
-from nanscan._data.dtypes import rounds_to_zero
 from nanscan._data.finding import Seen
-from nanscan._data.result import ScanResult
+from nanscan._data.result import ScanResult, bad_counts
 from nanscan._data.site import Kind, Site
-from nanscan._data.text import dtype_name, number, share
+from nanscan._data.text import dtype_name, largest, number, share
+from nanscan._judge.causes.gradients import exploding_gradients, overflow_in_backward
 from nanscan._judge.evidence import Evidence, is_mask
 from nanscan._judge.rule import rule
 
 _FAR_FROM_UNIT_SCALE = 50.0
 _RECENT = 8  # steps that tell the pace of a growth
 _HALF = (torch.float16, torch.bfloat16)
+_NEAR = 1 / 4  # of the largest value: what stands beside it has outgrown it
+# They add up products, and do nothing else: what they make of finite values overflows or is finite.
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @rule(verdicts=("propagated",))
@@ -30,13 +30,38 @@ def bad_input_batch(e: Evidence) -> Cause | None:
     if not e.from_outside:
         return None
     finding = e.finding
+    earlier = e.step.forward_before(e.row)
+    calm = f"; nothing was bad earlier in step {finding.step}" if earlier.is_finite else ""
     return Cause(
         "the batch was bad before the model saw it",
         f"{finding.site} came from the caller with {finding.stats.nonfinite_count:,} non-finite of "
-        f"{finding.stats.numel:,} elements; nothing was bad earlier in step {finding.step}",
-        "find the sample in the data loader; drop or repair it: "
-        "assert torch.isfinite(batch).all() in the dataset",
+        f"{finding.stats.numel:,} elements{calm}",
+        "assert torch.isfinite(batch).all() in the dataset, and in what transforms it: drop or "
+        "repair such a sample",
     )
+
+
+@rule(verdicts=("origin", "propagated"), kinds=lambda kind: kind is Kind.OUTPUT)
+def bad_buffer(e: Evidence) -> Cause | None:
+    """A layer read a buffer of its own that was bad before."""
+    found = e.bad_buffers
+    if not found or any(s.kind is not Kind.BUFFER and _is_bad(r) for s, r in e.finding.given):
+        return None
+    site, stats, since = found[0]
+    more = "".join(f"; {other} as well" for other, *_ in found[1:])
+    is_statistic = "running_" in site.name
+    name = e.finding.site.name
+    return Cause(
+        f"{site.name} was bad before {name} ran",
+        f"the buffer holds {bad_counts(stats)} of {stats.numel:,} {since}{more}",
+        f"{name}.reset_running_stats(), then batches in train mode; or load it from a checkpoint"
+        if is_statistic
+        else f"compute or load {site.name} again, with finite values",
+    )
+
+
+def _is_bad(stats: ScanResult) -> bool:
+    return not stats.is_finite and stats.neginf_count != stats.nonfinite_count
 
 
 # -- overflow --------------------------------------------------------------------------------------
@@ -46,27 +71,72 @@ def bad_input_batch(e: Evidence) -> Cause | None:
 def overflow(e: Evidence) -> Cause | None:
     """Inf, where finite values were near the limit, now or in the steps before."""
     stats = e.stats
-    if not stats.inf_count or stats.dtype.is_complex:
+    if stats.dtype.is_complex:
         return None
     limit, dtype = torch.finfo(stats.dtype).max, dtype_name(stats.dtype)
+    title = f"overflow of {dtype}: values grew beyond {largest(stats.dtype)}"
     past = e.trend
-    reached = max(stats.absmax or 0.0, past.last if past else 0.0)
-    if reached < limit / 16:
-        return None
-    beside = "finite values up to" if stats.absmax else "no finite value, and before that up to"
     grew = f"; absmax before went {past}" if len(past) > 1 else ""
+    if e.is_mask_on_mask:
+        return None
+    reached = max(stats.absmax or 0.0, past.last if past else 0.0)
+    if not stats.inf_count or reached < limit * _NEAR:
+        factors = _factors(e)
+        return Cause(title, f"{factors}{grew}", _more_range(e)) if factors else None
+    beside = "finite values up to" if stats.absmax else "no finite value, and before that up to"
     return Cause(
-        f"overflow of {dtype}: values grew beyond {limit:g}",
+        title,
         f"{stats.inf_count:,} Inf beside {beside} {number(reached)} "
-        f"({share(reached, limit)} of the largest {dtype}){grew}",
-        _more_range(stats.dtype),
+        f"({share(reached, limit)} of the largest {dtype}){grew}{_large_weight(e)}",
+        _more_range(e),
     )
 
 
-def _more_range(dtype: torch.dtype) -> str:
-    if dtype == torch.float16:
-        return "use bfloat16, which reaches 3e38, or rescale what feeds this place"
-    return "rescale or normalise what feeds this place"
+def _factors(e: Evidence) -> str:
+    """What a layer multiplied, where only that can have made what is bad; "" elsewhere."""
+    layer = e.layer
+    if layer is None or type(layer) not in _PRODUCTS or not e.is_given_finite or not e.weights:
+        return ""
+    inputs = max(stats.absmax or 0.0 for _, stats in e.finding.given)
+    site, top = max(e.weights, key=lambda weight: weight[1])
+    terms = getattr(layer, "weight").numel()  # noqa: B009 - at most: it is a Tensor
+    if inputs * top * terms < torch.finfo(e.stats.dtype).max or layer._forward_hooks:  # noqa: SLF001
+        return ""  # whatever made it, these did not
+    return (
+        f"{bad_counts(e.stats)} in sums of products of finite values: the input reaches "
+        f"{number(inputs)}, {site.name} {number(top)}"
+    )
+
+
+def _large_weight(e: Evidence) -> str:
+    """A weight of the layer that is finite, and large beside what it meets."""
+    site, top = max(e.weights, key=lambda weight: weight[1], default=(None, 0.0))
+    return f"; {site.name} reaches {number(top)}" if site is not None and top > 1 else ""
+
+
+def _more_range(e: Evidence) -> str:
+    """Another dtype, where one has room for more, and the values do not run away."""
+    if e.stats.dtype != torch.float16 or e.step.losses.explodes:
+        return ""
+    place = e.module
+    half = place is not None and any(p.dtype == torch.float16 for p in place.parameters())
+    how = "model.bfloat16()" if half else "torch.autocast(device, torch.bfloat16)"
+    return f"bfloat16 in the place of float16, which reaches 3e38: {how}"
+
+
+@rule(kinds=lambda kind: kind.is_forward)
+def mask_on_mask(e: Evidence) -> Cause | None:
+    """Two additive masks of the lowest value, and their sum is -Inf."""
+    if not e.is_mask_on_mask:
+        return None
+    stats, dtype = e.stats, dtype_name(e.stats.dtype)
+    return Cause(
+        f"additive masks overflow {dtype}: its lowest value and a negative one add up to -Inf",
+        f"{stats.neginf_count:,} -Inf beside the lowest {dtype}, {number(stats.min or 0.0)}, of "
+        "which masks are made",
+        "torch.minimum(mask, other_mask) in the place of their sum; or boolean masks that are "
+        "merged before scores.masked_fill(~mask, torch.finfo(scores.dtype).min)",
+    )
 
 
 @rule(verdicts=("near-limit",))
@@ -86,9 +156,9 @@ def growing_to_the_limit(e: Evidence) -> Cause | None:
     steps = max(math.ceil(math.log(limit / trend.last) / math.log(pace)), 1)
     return Cause(
         f"values grow towards the largest {dtype_name(finding.dtype)}",
-        f"absmax went {trend}, of late {pace:.3g}-fold a step; so it passes {limit:g} in "
-        + ("the next step" if steps == 1 else f"{steps:,} steps"),
-        _more_range(finding.dtype),
+        f"absmax went {trend}, of late {number(pace)}-fold a step; at this pace it passes "
+        f"{largest(finding.dtype)} in " + ("the next step" if steps == 1 else f"{steps:,} steps"),
+        _more_range(e) if e.kind.is_forward else "",
     )
 
 
@@ -113,9 +183,9 @@ def branches_of_different_scale(e: Evidence) -> Cause | None:
     return Cause(
         f"two branches meet here, and their sum does not fit into {dtype_name(stats.dtype)}",
         f"absmax of {_with_growth(other, e)}{also}, that of {_with_growth(last, e)}; "
-        f"their sum can reach {number(_largest_sum(other, last))}, the largest is {limit:g}",
-        "bring both to one scale before they meet, norm(x) + branch, or damp one, "
-        "x + 0.1 * branch; or add in float32: x.float() + branch.float()",
+        f"their sum can reach {number(_largest_sum(other, last))}, the largest is "
+        f"{largest(stats.dtype)}",
+        _more_range(e),
     )
 
 
@@ -132,165 +202,23 @@ def _with_growth(seen: Seen, e: Evidence) -> str:
 
 @rule()
 def far_from_unit_scale(e: Evidence) -> Cause | None:
-    """Raw pixels or the like, in 16 bits or where gradients explode."""
-    half = e.finding.dtype in _HALF
-    if not (half or e.step.gradients.explodes):
+    """Raw pixels or the like, where values overflow 16 bits or gradients explode."""
+    half = e.finding.dtype in _HALF and (overflow(e) or overflow_in_backward(e)) is not None
+    if not (half or exploding_gradients(e) is not None):
         return None
-    largest: tuple[Site, float] | None = None
+    largest: tuple[Site, ScanResult] | None = None
     for site, stats in e.inputs_from_outside:
-        if stats.absmax is None or is_mask(stats.min, stats.max):
+        if not stats.absmax or is_mask(stats.min, stats.max):
             continue
-        if largest is None or stats.absmax > largest[1]:
-            largest = site, stats.absmax
-    if largest is None or largest[1] < _FAR_FROM_UNIT_SCALE:
+        if largest is None or stats.absmax > (largest[1].absmax or 0.0):
+            largest = site, stats
+    if largest is None or (largest[1].absmax or 0.0) < _FAR_FROM_UNIT_SCALE:
         return None
-    instead = ", or train in float32 under torch.autocast" if half else ""
+    site, stats = largest
+    top = stats.absmax or 0.0
+    divisor = "255" if (stats.min or 0.0) >= 0 and 128 <= top <= 255 else f"{top:.1g}"  # noqa: PLR2004
     return Cause(
         "inputs are far from unit scale" + (" for 16-bit training" if half else ""),
-        f"{largest[0]} reaches {number(largest[1])}",
-        f"normalise the data (x / 255 for images){instead}",
-    )
-
-
-# -- layers and losses -----------------------------------------------------------------------------
-
-
-@rule()
-def zero_variance(e: Evidence) -> Cause | None:
-    """A normalisation whose eps is 0 has nothing to divide by where all values are one."""
-    stats, module = e.stats, e.layer
-    if module is None or "Norm" not in type(module).__name__:
-        return None
-    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
-    of_torch = isinstance(module, (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm))
-    single = of_torch and stats.dtype in _HALF  # torch's own layers compute in float32
-    dtype = torch.float32 if single else stats.dtype
-    if not isinstance(eps, (int, float)) or not rounds_to_zero(float(eps), dtype):
-        return None
-    channels = getattr(module, "num_features", getattr(module, "num_channels", 0))
-    size = stats.numel // channels if channels else 0
-    whole = bool(size) and stats.nonfinite_count % size == 0
-    many = f"; that is {stats.nonfinite_count // size} of {channels} channels" if whole else ""
-    kind = type(module).__name__
-    return causes.zero_variance(
-        f"{stats.nonfinite_count:,} of {stats.numel:,} values are bad{many}; what it was given is "
-        "finite",
-        kind,
-        eps,
-        dtype_name(dtype),
-    )
-
-
-@rule(kinds=lambda kind: kind.is_forward)
-def single_sample(e: Evidence) -> Cause | None:
-    """All is NaN in a batch of one, and nothing was in larger ones."""
-    stats = e.stats
-    if stats.nan_count != stats.numel or stats.calls != 1 or stats.shape[:1] != (1,):
-        return None
-    before = e.step.elements_before(e.row)
-    if not before or min(before) <= stats.numel:
-        return None
-    return Cause(
-        "the batch has one sample, and the variance of a single value is 0/0",
-        f"all {stats.numel:,} values of shape {list(stats.shape)} are NaN; in the {len(before)} "
-        f"steps before there were at least {min(before):,}, all finite",
-        "DataLoader(..., drop_last=True), or x.var(0, correction=0)",
-    )
-
-
-@rule()
-def fully_masked_rows(e: Evidence) -> Cause | None:
-    """Softmax of a row that holds nothing but -Inf."""
-    finding, stats = e.finding, e.stats
-    if not stats.nan_count or stats.posinf_count:
-        return None
-    masks = {
-        site: seen.neginf_count
-        for site, seen in (*finding.given, *e.inputs_from_outside)
-        if seen.neginf_count and seen.neginf_count == seen.nonfinite_count
-    }
-    module = e.layer
-    row = _softmax_row(module, stats)
-    # A boolean mask is not scanned; torch's attention has nothing else to make NaN of.
-    if not masks and not (row and isinstance(module, nn.MultiheadAttention)):
-        return None
-    if row and stats.nan_count % row:
-        return None
-    count = stats.nan_count // row if row else 0
-    rows = f": {count:,} whole row{'s' * (count > 1)} of {row:,}" if row else ""
-    held = "; ".join(f"{site} holds {count:,} -Inf" for site, count in masks.items())
-    evidence = (
-        f"{stats.nan_count:,} NaN and no +Inf{rows}; {held or 'no float mask was given'}; "
-        "all else that went in is finite"
-    )
-    if row:
-        is_attention = isinstance(module, nn.MultiheadAttention)
-        return causes.masked_rows(
-            evidence, count, "an attention" if is_attention else "the softmax"
-        )
-    title = "NaN out of -Inf: a fully masked row of a softmax, or 0 * -Inf"
-    return Cause(title, evidence, causes.UNMASK)
-
-
-def _softmax_row(module: nn.Module | None, stats: ScanResult) -> int:
-    """Length of the rows that go bad as a whole; 0 where it is not known."""
-    if isinstance(module, nn.MultiheadAttention):
-        return int(module.embed_dim)
-    if isinstance(module, (nn.Softmax, nn.LogSoftmax)) and module.dim is not None:
-        return (
-            int(stats.shape[module.dim])
-            if -len(stats.shape) <= module.dim < len(stats.shape)
-            else 0
-        )
-    return 0
-
-
-@rule()
-def mean_over_nothing(e: Evidence) -> Cause | None:
-    """A loss module that averages, and has nothing to average over."""
-    finding, stats = e.finding, e.stats
-    module = e.layer
-    if not isinstance(module, _Loss) or module.reduction != "mean":
-        return None
-    if stats.numel != 1 or not stats.nan_count or not finding.given:
-        return None
-    given, top = finding.given[0][1], finding.given[0][1].absmax or 0.0
-    kind, ignored = type(module).__name__, getattr(module, "ignore_index", None)
-    if not given.is_finite:
-        return None
-    if given.numel == 0:
-        was_given = f"it was given {list(given.shape)}"
-    elif ignored is not None and top < torch.finfo(given.dtype).max / 16:
-        was_given = (
-            f"it is NaN, not Inf, of finite logits with absmax {number(top)}; only labels that are "
-            f"all ignore_index={ignored}, or class weights that are all 0, give that"
-        )
-    else:
-        return None
-    return causes.empty_mean(f"{kind}(reduction='mean'): {was_given}", of_labels=given.numel > 0)
-
-
-@rule()
-def nan_loss_of_finite_outputs(e: Evidence) -> Cause | None:
-    """A NaN loss of finite values, outside of a loss module: one of a few possible causes."""
-    finding, stats = e.finding, e.stats
-    label = finding.site.name.partition("#")[0]
-    is_loss = e.kind is Kind.LOSS or (label + finding.site.path).lower().endswith("loss")
-    if mean_over_nothing(e) is not None:
-        return None
-    if not is_loss or stats.numel != 1 or not stats.nan_count:
-        return None
-    if any(seen.neginf_count for _, seen in (*finding.given, *e.inputs_from_outside)):
-        return None
-    scanned, bad, top = e.step.forward_before(e.row)
-    if bad or not scanned or top > math.log(torch.finfo(e.step.narrowest).max) / 2:
-        return None
-    past = e.trend
-    before = f"; in the steps before it was finite, {number(past.last)} at last" if past else ""
-    return Cause(
-        "the loss is a mean over nothing, or a log, root or quotient outside of its domain",
-        f"it is NaN, not Inf, and the {scanned} tensors scanned before it are finite with absmax "
-        f"{number(top)}, far from overflow{before}",
-        "look at the labels: assert (labels != ignore_index).any(); guard the rest: "
-        "log(p.clamp(min=1e-6)), x / n.clamp(min=1)",
+        f"{site} reaches {number(top)}",
+        f"normalise the data: x / {float(divisor):g}",
     )

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import rounds_to_zero, smallest
 from nanscan._data.site import Kind
-from nanscan._data.text import dtype_name, number, rounded, share
+from nanscan._data.text import dtype_name, largest, number, rounded_down, share
+from nanscan._judge.causes.gradients import overflow_in_backward
 from nanscan._judge.evidence import Evidence
 from nanscan._judge.rule import rule
 
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # of Adam, RMSprop, Adagrad, ...
+_SETTINGS = {  # of torch's optimizers; in the order in which one is named
+    "lr": "the learning rate",
+    "weight_decay": "the weight decay",
+    **{name: name for name in ("momentum", "dampening", "eps", "betas", "alpha", "rho")},
+}
 
 
 @rule(verdicts=("origin", "near-limit"))
@@ -21,6 +29,8 @@ def uninitialised_parameter(e: Evidence) -> Cause | None:
     if not (e.from_start or e.record.is_untrained):
         return None
     stats = e.stats
+    if stats.is_finite and stats.absmax == torch.finfo(stats.dtype).max:
+        return None  # filled on purpose, as masks are
     evidence = (
         f"it reaches {stats.absmax:.3g}, {share(stats.absmax or 0, torch.finfo(stats.dtype).max)} "
         f"of the largest {dtype_name(stats.dtype)}, before the first forward"
@@ -38,26 +48,46 @@ def uninitialised_parameter(e: Evidence) -> Cause | None:
     return Cause(
         "the parameter was never initialised, or loaded from a bad checkpoint",
         evidence,
-        "after to_empty(device=...) call reset_parameters() on every module or load a state_dict",
+        "after to_empty(device=...) call reset_parameters() on every module that has it, or load a "
+        "state_dict that is finite",
+    )
+
+
+@rule(kinds=lambda kind: kind in (Kind.PARAM, Kind.STATE))
+def setting_not_finite(e: Evidence) -> Cause | None:
+    """A learning rate or the like that is Inf or NaN makes parameters so, whatever the gradient."""
+    optimizer = e.optimizer
+    bad = [(name, v) for name in _SETTINGS for v in e.options(name) if not math.isfinite(v)]
+    if optimizer is None or not bad:
+        return None
+    name, value = bad[0]
+    group = "..." if optimizer.group is None else optimizer.group
+    where = f"param_groups[{group}][{name!r}]"
+    began = e.option(f"initial_{name}")  # which a scheduler notes
+    so = f"; a scheduler began with {began:g}" if began is not None else ""
+    finite = f"{began:g}" if began is not None and math.isfinite(began) else "a finite value"
+    return Cause(
+        f"{_SETTINGS[name]} is not finite: {optimizer.name} has {name}={value:g}",
+        f"{where} is {value:g} in the step that made {e.finding.site} bad{so}",
+        f"optimizer.{where} = {finite}, where it is set: in {optimizer.name}(...), by a scheduler "
+        "or by hand",
     )
 
 
 @rule(kinds=lambda kind: kind is Kind.PARAM)
-def adam_eps_rounds_to_zero(e: Evidence) -> Cause | None:
-    """A zero gradient then gives 0/0."""
-    finding = e.finding
-    optimizer = e.optimizer
-    if optimizer is None:
-        return None
-    eps, second = e.option("eps"), optimizer.moments.get("exp_avg_sq")
-    if not eps or second is None or not rounds_to_zero(eps, second.dtype):
-        return None
-    if second.zero_count == 0:
+def eps_rounds_to_zero(e: Evidence) -> Cause | None:
+    """A zero gradient then gives 0 / 0."""
+    finding, optimizer, eps = e.finding, e.optimizer, e.option("eps")
+    if optimizer is None or not eps or optimizer.options.get("fused"):
+        return None  # a fused optimizer computes in float32
+    name = next((name for name in _SQUARES if name in optimizer.moments), "")
+    second = optimizer.moments.get(name)
+    if second is None or not rounds_to_zero(eps, second.dtype) or second.zero_count == 0:
         return None
     dtype = dtype_name(second.dtype)
     return Cause(
         f"{optimizer.name}'s eps={eps:g} is 0 in {dtype}: the update divides by sqrt(0) + 0",
-        f"exp_avg_sq holds {second.zero_count:,} exact zeros of {second.numel:,}; the parameter "
+        f"{name} holds {second.zero_count:,} exact zeros of {second.numel:,}; the parameter "
         f"has {finding.stats.nonfinite_count:,} non-finite; the smallest {dtype} is "
         f"{smallest(second.dtype):.1e}",
         f"{optimizer.name}(..., eps=1e-4), or keep parameters in float32 and use torch.autocast",
@@ -84,7 +114,7 @@ def second_moment_overflow(e: Evidence) -> Cause | None:
     share = f"(1 - {betas[1]:g}) * {number(top)}^2 = " if betas[1] else f"{number(top)}^2 = "
     return causes.second_moment_overflow(
         f"{bad[0]} has {moment.inf_count:,} Inf; the gradient is finite with absmax {number(top)}, "
-        f"and {share}{number(square)} > {limit:g}. Where it is Inf, updates are 0 from now on",
+        f"and {share}{number(square)} > {largest(moment.dtype)}; updates of Inf are 0 from now on",
         dtype,
         optimizer.name,
         bad[0],
@@ -94,38 +124,37 @@ def second_moment_overflow(e: Evidence) -> Cause | None:
 @rule(kinds=lambda kind: kind is Kind.PARAM)
 def update_too_large(e: Evidence) -> Cause | None:
     """Plain SGD: learning rate times gradient is beyond the parameter's dtype."""
-    finding, optimizer = e.finding, e.optimizer
-    if optimizer is None:
-        return None
+    finding, optimizer, gradient = e.finding, e.optimizer, e.gradient
     lr = e.option("lr")
-    gradient = e.gradient
-    if optimizer.name != "SGD" or lr is None or gradient is None or not gradient.is_finite:
+    if optimizer is None or optimizer.name != "SGD" or lr is None or not math.isfinite(lr):
+        return None
+    if gradient is None or not gradient.is_finite:
         return None
     top, limit = gradient.absmax or 0.0, torch.finfo(finding.dtype).max
     if lr * top <= limit / 2:
         return None
     return Cause(
-        f"the learning rate is too high: one update of lr={lr:g} does not fit into "
+        f"the learning rate is too high: one update of lr={number(lr)} does not fit into "
         f"{dtype_name(finding.dtype)}",
         f"lr times the gradient's absmax of {number(top)} is {number(lr * top)}; the largest "
-        f"{dtype_name(finding.dtype)} is {limit:g}",
-        f"SGD(..., lr={rounded(0.01 / top)}), with which an update is at most 0.01",
+        f"{dtype_name(finding.dtype)} is {largest(finding.dtype)}",
+        f"SGD(..., lr={rounded_down(0.01 / top)}), with which an update is at most 0.01",
     )
 
 
 @rule()
 def trained_in_half_precision(e: Evidence) -> Cause | None:
-    """Parameters that an optimizer steps are float16 themselves."""
+    """Parameters that an optimizer steps are float16: moments or gradients do not fit."""
     if e.finding.dtype != torch.float16:
         return None
-    trained = e.record.model.trained
-    half = trained.count(torch.float16)
-    if e.optimizer is None or not half:
-        return None
+    rules = (eps_rounds_to_zero, second_moment_overflow, overflow_in_backward)
+    half = e.record.model.trained.count(torch.float16)
+    if e.optimizer is None or not half or all(each(e) is None for each in rules):
+        return None  # a forward overflows under autocast as well
     return Cause(
         "parameters are trained in float16 itself, without autocast and GradScaler",
-        f"{half} of {len(trained)} trained parameters are float16, which ends at 65504 and "
-        f"at {smallest(torch.float16):.1e}; under torch.autocast they are float32",
+        f"{half} of {len(e.record.model.trained)} trained parameters are float16, which ends at "
+        f"65504 and at {smallest(torch.float16):.1e}; under torch.autocast they are float32",
         "model.float(); with torch.autocast(device, torch.float16): ...; "
         "torch.amp.GradScaler().scale(loss).backward()",
     )
