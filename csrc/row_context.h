@@ -27,6 +27,12 @@ using DescriptionPtr = std::shared_ptr<const Description>;
 DescriptionPtr make_description(DType dtype, bool is_complex, std::vector<int64_t> shape,
                                 double near_limit);
 
+// Whether all of a row's values are 0. Not known of an empty row.
+constexpr bool is_all_zero(const Row& row) {
+  constexpr uint64_t kZero = order_key(0);  // the largest key of 0.0 and -0.0, as is its complement
+  return row.max_key != 0 && row.max_key <= kZero && row.min_key <= kZero && row.ticket == 0;
+}
+
 // Whether a row is non-finite or near its dtype's limit.
 bool is_notable(const Row& row, const Description* description);
 
@@ -43,6 +49,10 @@ struct RowContext {
   // of 64, or index i of a shorter dimension. So samples of a batch can be told apart.
   uint64_t bad_parts = 0;
   int64_t parts_of = 0;       // size of that dimension; 0: nothing was found, or sizes differ
+  // How many steps in a row, of those that visited it, it was not all 0. What turns 0 after so many
+  // is notable: an overflow may have wiped it out.
+  static constexpr int kSteadySteps = 3;
+  int steps_not_zero = 0;
   uint64_t latest_order = 0;  // the order in the last step that visited it; CUDA graphs repeat it
 
   void describe(const TensorView& view, double near_limit);

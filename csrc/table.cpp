@@ -236,12 +236,17 @@ std::unique_ptr<Arrival> Table::snapshot(Row* rows, uint64_t* order, bool reset,
   for (int i = 0; i < size(); ++i) {
     Row& source = row(i);
     RowContext& context = contexts_[i];
-    if (is_notable(source, context.description.get())) notable.push_back(i);
+    const bool is_zero = is_all_zero(source);
+    if (is_notable(source, context.description.get()) ||
+        (is_zero && context.steps_not_zero >= RowContext::kSteadySteps))
+      notable.push_back(i);
     rows[i] = source;
     order[i] = context.order;
     if (context.order == 0) continue;
     context.latest_order = context.order;
     if (!reset) continue;
+    context.steps_not_zero =
+        is_zero ? 0 : std::min(context.steps_not_zero + 1, RowContext::kSteadySteps);
     source = Row{};
     context.order = 0;
   }

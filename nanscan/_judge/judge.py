@@ -13,6 +13,7 @@ from nanscan._collect.snapshot import StepRecord
 from nanscan._data.finding import Finding
 from nanscan._data.places import ModulePlace
 from nanscan._data.site import Kind, Site
+from nanscan._judge.all_zero import norm_overflows, turned_to_zero
 from nanscan._judge.causes import causes, unlikely
 from nanscan._judge.episode import BadParts, Episode, Episodes
 from nanscan._judge.evidence import Evidence
@@ -66,6 +67,8 @@ class Judge:
         self._lasting = Lasting()
         self._tolerated: set[int] = set()  # rows that were bad in a step and led to nothing
         self._noted: set[int] = set()  # roots of which a note was given
+        self._zeroed: set[int] = set()  # rows reported as all 0
+        self._norm_overflowed = False  # in the last record
         self._near: set[int] = set()  # rows reported as near the limit, still there
         self._latest: set[int] = set()  # rows that were bad in the last whole record
         self._emitted: set[int] = set()  # of these, what outermost modules returned
@@ -90,6 +93,8 @@ class Judge:
         provenance = self._trace(record, bad)
         step = StepVerdicts(record, self._rank, provenance, self._lasting.rows)
         news = [step.describe(row, "near-limit") for row in self._newly_near(record, set(bad))]
+        if record.is_whole:
+            news += self._zeros(step, record)
         faults, notes = self._sort(record, provenance)
         in_faults = {row for group in faults for row in group}
         rows = [row for row in bad if row in in_faults]
@@ -275,6 +280,21 @@ class Judge:
                 self._noted.add(group[0])
                 found.append(step.absorbed(group) or step.describe(group[0], "absorbed"))
         return found
+
+    def _zeros(self, step: StepVerdicts, record: StepRecord) -> list[Evidence]:
+        """Values that turned 0: the first output, and the first gradient; each row once."""
+        rows = [row for row in turned_to_zero(record) if row not in self._zeroed]
+        self._zeroed.update(rows)
+        found = sorted(rows, key=lambda row: int(record.order[row]))
+        first = {record.nodes[row].kind: row for row in reversed(found)}
+        how = "it was not in the steps before"
+        news = [step.describe(row, "all-zero", how) for row in first.values()]
+        largest = norm_overflows(record)
+        if largest is not None and not self._norm_overflowed:
+            how = "the norm of all gradients overflows, so clipping makes them 0"
+            news.append(step.describe(largest, "all-zero", how))
+        self._norm_overflowed = largest is not None
+        return [each for each in news if not self._ignored(each.row, record)]
 
     def _skipped(self, step: StepVerdicts, record: StepRecord, bad: list[int]) -> list[Evidence]:
         """A step that a GradScaler skipped."""

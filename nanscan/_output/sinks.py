@@ -50,7 +50,7 @@ class _Standard(Sink):
         text = f"nanscan: {finding}"
         if finding.is_fault:
             self._on_fault(finding, text)
-        elif finding.verdict == "near-limit":
+        elif finding.verdict in ("near-limit", "all-zero"):
             _logger.warning(text)
         else:
             _logger.info(text)
