@@ -614,6 +614,65 @@ void test_two_streams() {
     }
 }
 
+// Calls one after another on each of several streams, all into one row, with the blocks of a call
+// in any order: the number of the first bad call must be one that a bad call can have had.
+void test_streams_of_calls() {
+  if (simt::under_tsan()) return;
+  struct Call {
+    Tensor tensor;
+    bool bad;
+    std::vector<unsigned> blocks;  // in the order in which they run
+  };
+  for (const unsigned streams : {1, 2, 3})
+    for (int turn = 0; turn < 300; ++turn) {
+      if (!begin_case(3,
+                      std::to_string(streams) + " streams of calls, turn " + std::to_string(turn)))
+        continue;
+      Random random(cases);
+      std::vector<std::vector<Call>> calls(streams);
+      uint32_t count = 0;
+      for (auto& stream : calls)
+        for (uint64_t n = random.between(1, 4); n > 0; --n, ++count) {
+          Call call{Tensor(kFormats[2], flat(600)), random.one_in(3), {}};
+          call.tensor.fill(Contents::kNarrow, random);
+          if (call.bad) call.tensor.set_bad(random.below(600), 0, random);
+          for (uint64_t block = random.between(1, 3); block > 0; --block)
+            call.blocks.push_back(static_cast<unsigned>(block - 1));
+          std::shuffle(call.blocks.begin(), call.blocks.end(), std::mt19937_64(random.bits()));
+          stream.push_back(std::move(call));
+        }
+      uint32_t tickets = 0;
+      GuardedRow guarded(false);
+      Row& row = guarded.row();
+      simt::launch(streams, kThreads, [&] {
+        for (const Call& call : calls[blockIdx.x])
+          for (const unsigned block : call.blocks) {
+            simt_test::flat_float32(
+                {call.tensor.data(), call.tensor.elements(), &row, &tickets, false}, block,
+                static_cast<unsigned>(call.blocks.size()));
+            __syncthreads();  // shared memory is used again
+          }
+      });
+      ++launches;
+      bool bad = false, possible = streams > 1 && row.first_bad_call == 0;
+      for (const auto& stream : calls)
+        for (size_t i = 0; i < stream.size(); ++i) {
+          stream[i].tensor.expect(guarded.expected(), false);
+          guarded.expected().end_scan();
+          if (!stream[i].bad) continue;
+          possible |=
+              row.first_bad_call > i && row.first_bad_call <= count - (stream.size() - 1 - i);
+          bad = true;
+        }
+      if ((row.ticket != 0) != bad) fail("a ticket too many or few");
+      if (bad && !possible)
+        fail("no bad call can have had the number " + std::to_string(row.first_bad_call));
+      if (streams > 1) guarded.expected().forget_first_bad(row);
+      if (streams == 1 && bad) guarded.expected().set_ticket(1);
+      guarded.check();
+    }
+}
+
 // Zeros but for the last: it takes no memory, and a few seconds.
 void test_more_than_2_32_elements() {
   if (simt::under_asan() || simt::under_tsan()) return;
@@ -704,6 +763,7 @@ int main(int argc, char** argv) {
   test_calls_into_one_row();
   test_many();
   test_two_streams();
+  test_streams_of_calls();
   test_more_than_2_32_elements();
   test_stories();
   printf("test_kernels, seed %llu, packed min and max %d: %llu cases, %llu launches, %d failures\n",
