@@ -3,7 +3,8 @@
 GB/s of input; larger is better. Baselines, turn by turn in the same process: a plain vectorised
 read (the limit), torch.aminmax, torch.isnan(x).any(), torch.isfinite(x).all(), the five-op idiom
 (isnan.any, isinf.any, amin, amax, abs.amax), the same five under torch.compile, and NumPy. Then
-what non-finite values and layouts cost, and every instruction set that this machine has.
+what non-finite values and layouts cost, every instruction set that this machine has, and moments
+against a plain scan and torch.std_mean.
 """
 
 from __future__ import annotations
@@ -243,6 +244,45 @@ def compare_variants(report: Report) -> None:
     _C.use_variant(chosen)
 
 
+def compare_moments(report: Report) -> list[Bar]:
+    """Moments, of finite data and of data with NaN, against torch.std_mean and a scan of float32.
+
+    Elements a second: a scan without moments of a smaller dtype reads fewer bytes.
+    """
+    count = 16 * MB
+    bars, rows = [], []
+    names: list[str] = []
+    plain = normal(torch.float32, count * 4)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        for dtype in DTYPES:
+            x = normal(dtype, count * dtype.itemsize)
+            runs: Runs = {
+                "scan of float32": partial(_C.scan_once, plain, False),
+                "moments": partial(_C.scan_once, x, True),
+                "moments, 1 % non-finite": partial(_C.scan_once, spoilt(x)["1 %"], True),
+                "std_mean": partial(torch.std_mean, x),
+            }
+            times = interleave(runs, budget_s=0.3)
+            names = list(times)
+            case = f"{label(dtype)}, {threads_label(threads)}"
+            spreads = {name: Spread.of(count / np.array(t) / 1e9) for name, t in times.items()}
+            rows.append([case, *(s.text() for s in spreads.values())])
+            report.data.setdefault("moments_gelements_per_s", {})[case] = spreads
+            scan, moments, spoilt_moments, _ = times.values()
+            bars += [
+                Bar(f"{case}, 16 M: moments / scan of float32", 0.3, ratio(scan, moments)),
+                Bar(
+                    f"{case}, 16 M: moments, 1 % non-finite / finite, time",
+                    3,
+                    ratio(spoilt_moments, moments),
+                    at_least=False,
+                ),
+            ]
+    report.table("moments of 16 M elements: 10^9 elements a second", ["", *names], rows)
+    return bars
+
+
 def bars_of(times: dict[Case, Times]) -> list[Bar]:
     """The bars on clean, dense data."""
     bars = []
@@ -302,7 +342,8 @@ def main() -> None:
     nonfinite_bars = compare_spoilt(report)
     compare_layouts(report)
     compare_variants(report)
-    report.bars(bars_of(times) + nonfinite_bars)
+    moments_bars = compare_moments(report)
+    report.bars(bars_of(times) + nonfinite_bars + moments_bars)
     report.save(plot(times))
 
 

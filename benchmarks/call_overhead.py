@@ -1,10 +1,11 @@
-"""Shows what one call costs when the tensor is tiny: the raw scan, the public check, and a hook.
+"""Shows what one call costs when the tensor is tiny: a raw scan, a check, and a watched call.
 
 ns a call of the calling thread's CPU time, which other processes disturb least; smaller is better.
 Baselines, turn by turn in the same process: an empty pybind11 function for the raw calls,
-bool(torch.isnan(x).any()) for the check, and for the hooks the same modules bare and with an empty
-Python forward hook of the same kind: each module's own, or global. Then what the end of a step
-costs, over the number of sites.
+bool(torch.isnan(x).any()) for the check, a loop of checks for check_many, and for watched calls the
+same modules bare and with an empty Python forward hook: each module's own, or global. Calls run
+under no_grad, but for those called "gradients", where the hook of each output's gradient is set,
+too. Then what the end of a step costs, over the number of sites.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import nanscan
 from nanscan import _C
 
 CALLS = 1000  # of a function a turn
+MANY = 5000  # tensors of a check_many
 DEPTH = 50  # modules in a stack
 FORWARDS = 5  # of a stack a turn
 SITES = [10, 100, 1000]
@@ -95,8 +97,37 @@ def function_calls() -> dict[str, Contender]:
         "raw scan": repeat(table.scan, x, row),
         "raw visit, seen tensor": repeat(table.visit, x, row),
         "raw visit, new tensor": Contender(visit_new, CALLS),
+        "nanscan.check(x), not read": repeat(nanscan.check, x),
         "nanscan.check(x).is_finite": repeat(lambda: nanscan.check(x).is_finite),
         "bool(isnan(x).any())": repeat(lambda: bool(torch.isnan(x).any())),
+    }
+
+
+def many_checks() -> dict[str, Contender]:
+    """Checks of MANY tensors of 4 x 4, in containers of three kinds. No result is read."""
+    tensors = [torch.randn(4, 4) for _ in range(MANY)]
+    parameters = {f"block.{i}.weight": nn.Parameter(x) for i, x in enumerate(tensors)}
+    nested = [
+        {"weights": tensors[i : i + 25], "state": tuple(tensors[i + 25 : i + 50])}
+        for i in range(0, MANY, 50)
+    ]
+
+    def loop() -> None:
+        results = []
+        for tensor in tensors:
+            results.append(nanscan.check(tensor))  # noqa: PERF401 - what users write
+
+    def isnan_loop() -> None:
+        results = []
+        for tensor in tensors:
+            results.append(torch.isnan(tensor).any())  # noqa: PERF401 - what users write
+
+    return {
+        "isnan(x).any() in a loop": Contender(isnan_loop, MANY),
+        "check in a loop": Contender(loop, MANY),
+        "check_many of a list": Contender(lambda: nanscan.check_many(tensors), MANY),
+        "check_many of parameters": Contender(lambda: nanscan.check_many(parameters), MANY),
+        "check_many, nested": Contender(lambda: nanscan.check_many(nested), MANY),
     }
 
 
@@ -129,9 +160,16 @@ def global_empty_hook() -> Iterator[None]:
 
 @contextmanager
 def hooks_alone(model: nn.Module | None, **options: Any) -> Iterator[None]:
-    """The hooks of nanscan, with the end of the step left to the end of the turn."""
+    """Watched by nanscan, with the end of the step left to the end of the turn."""
     with nanscan.watch(model, **options) as monitor:
         monitor.step()
+        yield
+
+
+@contextmanager
+def grad_mode(active: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """The same with autograd on."""
+    with active(), torch.enable_grad():
         yield
 
 
@@ -143,9 +181,12 @@ def module_calls(make: Callable[[], nn.Module]) -> dict[str, Contender]:
     def contender(active: Callable[[], AbstractContextManager[object]]) -> Contender:
         def run() -> None:
             for _ in range(FORWARDS):
-                stack(x)
+                stack(x.requires_grad_(torch.is_grad_enabled()))
 
         return Contender(run, FORWARDS * DEPTH, active)
+
+    def with_gradients(active: Callable[[], AbstractContextManager[object]]) -> Contender:
+        return contender(partial(grad_mode, active))
 
     contexts = {
         "bare": nullcontext,
@@ -158,7 +199,13 @@ def module_calls(make: Callable[[], nn.Module]) -> dict[str, Contender]:
         "global nanscan, outputs": partial(hooks_alone, None, kinds=("output",)),
         "global nanscan": partial(hooks_alone, None),
     }
-    return {name: contender(active) for name, active in contexts.items()}
+    contenders = {name: contender(active) for name, active in contexts.items()}
+    all_kinds = partial(hooks_alone, stack, kinds=tuple(nanscan.Kind))
+    return contenders | {
+        "bare, gradients": with_gradients(nullcontext),
+        "empty hook, gradients": with_gradients(partial(own_hooks, stack, empty_hook)),
+        "nanscan, gradients": with_gradients(all_kinds),
+    }
 
 
 def step_ends() -> dict[str, Contender]:
@@ -176,6 +223,11 @@ def step_ends() -> dict[str, Contender]:
 def difference(of: list[float], to: list[float]) -> Spread:
     """Round by round."""
     return Spread.of(np.subtract(of, to))
+
+
+def quotient(of: list[float], to: list[float]) -> Spread:
+    """Round by round."""
+    return Spread.of(np.divide(of, to))
 
 
 def show(report: Report, title: str, times: Times) -> None:
@@ -197,7 +249,7 @@ def plot(groups: dict[str, Times]) -> Figure:
         spreads = [Spread.of(t) for t in times.values()]
         medians = [s.median for s in spreads]
         errors = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
-        baselines = ("bare", "empty", "isnan", "bool", "global empty")
+        baselines = ("bare", "empty", "isnan", "bool", "global empty", "check in a loop")
         colors = ["silver" if name.startswith(baselines) else "tab:red" for name in times]
         bars = ax.barh(list(times), medians, xerr=errors, color=colors, ecolor="gray")
         ax.bar_label(bars, [f"{m:.0f}" for m in medians], padding=6)
@@ -216,15 +268,24 @@ def main() -> None:
     gc.disable()
     calls = interleave(function_calls(), rounds=100)
     extra = difference(calls["raw scan"], calls["empty pybind11 call"])
+    many = interleave(many_checks(), rounds=30)
     bars = [Bar("raw scan - empty pybind11 call", 250, extra, at_least=False, unit=" ns")]
-    groups = {"function calls": calls}
+    ratio = quotient(calls["nanscan.check(x).is_finite"], calls["bool(isnan(x).any())"])
+    bars.append(Bar("check(x).is_finite / bool(isnan(x).any())", 0.35, ratio, at_least=False))
+    for name in ("check_many of a list", "check_many of parameters", "check_many, nested"):
+        ratio = quotient(many[name], many["check in a loop"])
+        bars.append(Bar(f"{name} / check in a loop", 1, ratio, at_least=False))
+    groups = {"function calls": calls, f"{MANY} tensors": many}
     for title, make in {"Identity": nn.Identity, "Linear(4, 4)": partial(nn.Linear, 4, 4)}.items():
-        times = interleave(module_calls(make), rounds=50)
+        with torch.no_grad():
+            times = interleave(module_calls(make), rounds=100)
         groups[f"call of {title}"] = times
-        for kind in ("", "global "):
-            extra = difference(times[f"{kind}nanscan"], times[f"{kind}empty hook"])
-            name = f"{title}: {kind}nanscan - {kind}empty hook"
-            bars.append(Bar(name, 1000, extra, at_least=False, unit=" ns"))
+        for kind, case, most in (("", "", 0.8), ("global ", "", 0.8), ("", ", gradients", 1.5)):
+            bare = times[f"bare{case}"]
+            ours = difference(times[f"{kind}nanscan{case}"], bare).median
+            hook = difference(times[f"{kind}empty hook{case}"], bare).median
+            name = f"{title}{case}: {kind}nanscan / {kind}empty hook, time added"
+            bars.append(Bar(name, most, Spread.of([ours / hook]), at_least=False))
     groups["end of a step"] = interleave(step_ends(), rounds=50)
     nanscan.disable()
     for title, times in groups.items():

@@ -14,9 +14,13 @@
 #include <type_traits>
 
 #include "calls.h"
+#include "check.h"
 #include "cpu/scan.h"
 #include "cuda/results.h"
+#include "door.h"
 #include "host_scan.h"
+#include "python_hooks.h"
+#include "scan_result.h"
 #include "scannable.h"
 #include "table.h"
 
@@ -30,8 +34,6 @@ template <typename T>
 constexpr const char* kCapsule = nullptr;
 template <>
 constexpr const char* kCapsule<Table> = "nanscan.Table";
-template <>
-constexpr const char* kCapsule<Calls> = "nanscan.Calls";
 template <>
 constexpr const char* kCapsule<Gradients::Hook> = "nanscan.GradientHook";
 
@@ -56,18 +58,6 @@ bool expect_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
   return false;
 }
 
-// Scans that belong to no table. All views are on one device.
-std::vector<std::unique_ptr<cuda::PendingScan>> start_scans(const std::vector<TensorView>& views,
-                                                            bool moments) {
-  const cuda::Device& device = *cuda::Device::find(views.front().device.id);
-  return cuda::PendingScan::start(device, views, moments, stream_of(device));
-}
-
-// Whether a scan needs a launch. That of an empty tensor does not.
-bool is_launched(const TensorView& view) {
-  return view.device.type == dlpack::kCUDA && view.elements > 0;
-}
-
 py::bytes scan_now(const TensorView& view, bool moments) {
   const Row row = scan_once(view, moments);
   return py::bytes(reinterpret_cast<const char*>(&row), sizeof row);
@@ -80,6 +70,9 @@ PyObject* guarded(F&& f) {
     return py::object(f()).release().ptr();
   } catch (const cuda::Error& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  } catch (py::error_already_set& error) {
+    error.restore();
     return nullptr;
   }
 }
@@ -116,28 +109,12 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] { return py::cast(std::move(start_scans({view}, moments != 0).front())); });
 }
 
-// before(module, args[, kwargs])
-PyObject* calls_before(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Calls* calls = self_of<Calls>(self);
-  if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
-  const Stopwatch::Lap lap(calls->stopwatch());
-  return none_if(calls->before(args[0], args[1], count == 3 ? args[2] : nullptr));
-}
-
-// after(module, kwargs[, output]); no output: the module raised.
-PyObject* calls_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Calls* calls = self_of<Calls>(self);
-  if (!calls || !expect_arguments(count, 2, 3)) return nullptr;
-  const Stopwatch::Lap lap(calls->stopwatch());
-  return none_if(calls->after(args[0], args[1], count == 3 ? args[2] : nullptr));
-}
-
-// leaf(module, args, kwargs, output)
-PyObject* calls_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Calls* calls = self_of<Calls>(self);
-  if (!calls || !expect_arguments(count, 4, 4)) return nullptr;
-  const Stopwatch::Lap lap(calls->stopwatch());
-  return none_if(calls->leaf(args[0], args[1], args[2], args[3]));
+// check(tensor, moments: bool) -> ScanResult, or a negative status.
+PyObject* check_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments(count, 2, 2)) return nullptr;
+  const int moments = PyObject_IsTrue(args[1]);
+  if (moments < 0) return nullptr;
+  return guarded([&] { return check(args[0], moments != 0); });
 }
 
 // hook(gradient)
@@ -252,16 +229,11 @@ std::vector<int> merge_arrival(Arrival& arrival, ByteArray rows, OrderArray orde
   return arrival.merge_into(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
-// By DType: torch's name, and whether torch has complex numbers of two such values.
-struct DTypeTraits {
-  const char* name;
-  bool has_complex;
-};
-constexpr DTypeTraits kDTypes[] = {
-#define NANSCAN_TRAITS(dtype, torch_name, storage, exponent, mantissa, bias, family, dlpack_code) \
-  {#torch_name, dlpack::dlpack_code == dlpack::kFloat},
-    NANSCAN_DTYPES(NANSCAN_TRAITS)
-#undef NANSCAN_TRAITS
+// torch's names, by DType.
+constexpr const char* kDTypeNames[] = {
+#define NANSCAN_NAME(dtype, torch_name, ...) #torch_name,
+    NANSCAN_DTYPES(NANSCAN_NAME)
+#undef NANSCAN_NAME
 };
 
 const RowContext& context_of(const Table& table, int row) {
@@ -274,7 +246,7 @@ const RowContext& context_of(const Table& table, int row) {
 // torch's name of a dtype, or of the complex dtype of two such values.
 std::string name_of(DType dtype, bool is_complex) {
   if (is_complex) return "complex" + std::to_string(2 * 8 * item_size(dtype));
-  return kDTypes[static_cast<int>(dtype)].name;
+  return kDTypeNames[static_cast<int>(dtype)];
 }
 
 py::object as_tuple(DType dtype, bool is_complex, const int64_t* sizes, size_t count) {
@@ -385,24 +357,117 @@ void define_cuda(py::module_& m) {
   m.def("cuda_is_prepared", [](int ordinal) { return cuda::Device::find(ordinal) != nullptr; });
 }
 
+// Tells a listener in Python of all module calls: slow, for searches.
+class CallEvents : public CallObserver {
+ public:
+  explicit CallEvents(py::handle listener) : listener_(listener.ptr()) {}  // borrowed: its owner
+
+  bool wants(PyObject*) const override { return true; }
+
+  bool before(PyObject* module, const Arguments&, void*& call) override {
+    call = this;
+    return tell("on_before_module", module);
+  }
+
+  bool after(void*, PyObject* module, PyObject* output) override {
+    return tell("on_after_module", module, output ? output : Py_None);
+  }
+
+ private:
+  template <typename... Args>
+  bool tell(const char* event, Args... args) {
+    const Uncompiled scope;
+    try {
+      py::handle(listener_).attr(event)(py::handle(args)...);
+      return true;
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return false;
+    }
+  }
+
+  PyObject* const listener_;
+};
+
+// Does nothing, to measure what observing costs.
+class IdleObserver : public CallObserver {
+ public:
+  bool wants(PyObject*) const override { return true; }
+  bool before(PyObject*, const Arguments&, void*& call) override {
+    call = this;
+    return true;
+  }
+  bool after(void*, PyObject*, PyObject*) override { return true; }
+};
+
+// A module call that hooks tell of, where torch does not ask at the door.
+class HookedCall {
+ public:
+  HookedCall(py::object module, const py::tuple& args, const py::dict& kwargs)
+      : module_(std::move(module)), call_(module_.ptr()) {
+    std::vector<PyObject*> values;
+    for (const py::handle x : args) values.push_back(x.ptr());
+    for (const auto& item : kwargs) values.push_back(item.second.ptr());
+    const auto names = py::tuple(kwargs.attr("keys")());
+    const Arguments arguments{values.data(), static_cast<Py_ssize_t>(args.size()),
+                              names.empty() ? nullptr : names.ptr()};
+    if (call_.begin(arguments)) return;
+    call_.end(nullptr);
+    throw py::error_already_set();
+  }
+
+  void returned(py::object output) {
+    if (!py::reinterpret_steal<py::object>(call_.end(output.release().ptr())))
+      throw py::error_already_set();
+  }
+
+  void raised() { call_.end(nullptr); }
+
+ private:
+  const py::object module_;
+  OpenCall call_;
+};
+
+void define_door(py::module_& m) {
+  py::class_<CallObserver>(m, "CallObserver");
+  py::class_<CallEvents, CallObserver>(m, "CallEvents")
+      .def(py::init<py::handle>(), py::arg("listener"));
+  py::class_<IdleObserver, CallObserver>(m, "IdleObserver").def(py::init<>());
+  py::class_<HookedCall>(m, "HookedCall")
+      .def(py::init<py::object, const py::tuple&, const py::dict&>(), py::arg("module"),
+           py::arg("args"), py::arg("kwargs"))
+      .def("returned", &HookedCall::returned)
+      .def("raised", &HookedCall::raised);
+  m.def("add_observer",
+        [](CallObserver& observer, py::handle owner) { add_observer(&observer, owner.ptr()); });
+  m.def("remove_observer", [](CallObserver& observer) { remove_observer(&observer); });
+  m.def("make_door", [](const py::type& module_type, py::handle call_code) {
+    return py::reinterpret_steal<py::object>(
+        make_door(reinterpret_cast<PyTypeObject*>(module_type.ptr()), call_code.ptr()));
+  });
+}
+
 void define_calls(py::module_& m) {
-  py::class_<Calls>(m, "Calls")
-      .def(py::init([](Table& table, py::handle python_hooks, bool inputs, bool outputs, bool late,
-                       bool gradients) {
-             return std::make_unique<Calls>(table, python_hooks.ptr(), inputs, outputs, late,
-                                            gradients);
+  py::class_<Calls, CallObserver>(m, "Calls")
+      .def(py::init([](Table& table, py::handle python_hooks, bool inputs, bool outputs,
+                       bool gradients, bool everything, bool arguments) {
+             return std::make_unique<Calls>(
+                 table, python_hooks.ptr(),
+                 Calls::Options{inputs, outputs, gradients, everything, arguments});
            }),
            py::arg("table"), py::arg("python_hooks"), py::arg("inputs"), py::arg("outputs"),
-           py::arg("late_keywords"), py::arg("gradients"), py::keep_alive<1, 2>())
+           py::arg("gradients"), py::arg("everything"), py::arg("arguments"),
+           py::keep_alive<1, 2>())
       .def("add",
            [](Calls& calls, uintptr_t module, py::handle place, bool outermost, bool watched,
               bool always) {
              calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost, watched,
                        always);
            })
+      .def("ignore", [](Calls& calls,
+                        uintptr_t module) { calls.ignore(reinterpret_cast<const void*>(module)); })
       .def("remove", [](Calls& calls,
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
-      .def("forget_running", &Calls::forget_running)
       .def("set_turn", &Calls::set_turn)
       .def("set_attached", &Calls::set_attached)
       .def("set_timed",
@@ -415,25 +480,9 @@ void define_calls(py::module_& m) {
       .def("gradient_hook", &make_gradient_hook)
       .def_property_readonly("wants_gradients", &Calls::wants_gradients)
       .def_property_readonly("recomputing", &Calls::recomputing)
-      .def_property_readonly("running",
-                             [](Calls& calls) {
-                               PyObject* place = calls.running();
-                               return place ? py::reinterpret_borrow<py::object>(place)
-                                            : py::none();
-                             })
-      .def_property_readonly("before",
-                             [](py::object self) {
-                               return bound<Calls, calls_before>(std::move(self), "before",
-                                                                 "before(module, args[, kwargs])");
-                             })
-      .def_property_readonly("leaf",
-                             [](py::object self) {
-                               return bound<Calls, calls_leaf>(
-                                   std::move(self), "leaf", "leaf(module, args, kwargs, output)");
-                             })
-      .def_property_readonly("after", [](py::object self) {
-        return bound<Calls, calls_after>(std::move(self), "after",
-                                         "after(module, kwargs[, output])");
+      .def_property_readonly("running", [](Calls& calls) {
+        PyObject* place = calls.running();
+        return place ? py::reinterpret_borrow<py::object>(place) : py::none();
       });
 }
 
@@ -442,7 +491,7 @@ py::tuple dtype_names() {
   py::list names;
   for (int i = 0; i < kDTypeCount; ++i) names.append(name_of(static_cast<DType>(i), false));
   for (int i = 0; i < kDTypeCount; ++i)
-    if (kDTypes[i].has_complex) names.append(name_of(static_cast<DType>(i), true));
+    if (has_complex(static_cast<DType>(i))) names.append(name_of(static_cast<DType>(i), true));
   return names;
 }
 
@@ -479,6 +528,17 @@ void initialize(py::type tensor, py::type parameter, py::capsule exchange) {
     throw py::error_already_set();
 }
 
+void define_check(py::module_& m) {
+  m.attr("ResultBase") = py::reinterpret_steal<py::object>(make_result_base());
+  m.def("initialize_results", [](py::handle result_type, py::handle dtypes) {
+    if (!initialize_results(result_type.ptr(), dtypes.ptr())) throw py::error_already_set();
+  });
+  m.attr("check") = builtin(method<check_raw>("check", "check(tensor, moments)"), m);
+  m.def("check_tree", [](py::handle tree, bool moments, py::handle open, py::handle close) {
+    return check_tree(tree.ptr(), moments, open.ptr(), close.ptr());
+  });
+}
+
 void use_variant(const std::string& name) {
   if (cpu::use_variant(name.c_str())) return;
   std::string known;
@@ -502,8 +562,10 @@ PYBIND11_MODULE(_C, m) {
   define_status(m);
   define_arrival(m);
   define_table(m);
+  define_door(m);
   define_calls(m);
   define_cuda(m);
+  define_check(m);
   m.def("scan_once_many", &scan_once_many);
   m.def("describe", &describe);
   m.attr("scan_once") =

@@ -24,26 +24,21 @@ Calls::Names::~Names() {
 #undef NANSCAN_RELEASE
 }
 
-Calls::Calls(Table& table, PyObject* python_hooks, bool inputs, bool outputs, bool late_keywords,
-             bool gradients)
+Calls::Calls(Table& table, PyObject* python_hooks, const Options& options)
     : table_(table),
       python_hooks_(python_hooks),
-      inputs_(inputs),
-      outputs_(outputs),
-      late_keywords_(late_keywords),
-      watches_gradients_(gradients),
+      options_(options),
       gradients_(std::make_shared<Gradients>(table, python_hooks)),
       serial_(next_serial()) {}
 
 Calls::~Calls() {
   gradients_->set_active(false);
-  forget_running();
   for (auto& entry : modules_) release(entry.second);
 }
 
 void Calls::release(Module* module) {
   if (--module->references > 0) return;
-  Py_DECREF(module->place);
+  Py_XDECREF(module->place);
   Py_XDECREF(module->hooked_output);
   delete module;
 }
@@ -54,7 +49,13 @@ void Calls::add(const void* module, PyObject* place, bool outermost, bool watche
       new Module{module, Py_NewRef(place), outermost, watched, always, next_number_++};
 }
 
+void Calls::ignore(const void* module) {
+  remove(module);
+  modules_[module] = new Module{module, nullptr, false, false, false, 0};
+}
+
 void Calls::remove(const void* module) {
+  last_key_ = nullptr;
   const auto found = modules_.find(module);
   if (found == modules_.end()) return;
   Module* entry = found->second;
@@ -62,17 +63,12 @@ void Calls::remove(const void* module) {
   release(entry);
 }
 
-void Calls::forget_running() {
-  for (auto& entry : stacks_) {
-    std::vector<Module*> stack;
-    stack.swap(entry.second);
-    for (Module* module : stack) release(module);
-  }
-}
-
 Calls::Module* Calls::find(PyObject* module) const {
+  if (last_key_ == module) return last_found_;
   const auto found = modules_.find(module);
-  return found == modules_.end() ? nullptr : found->second;
+  last_key_ = module;
+  last_found_ = found == modules_.end() ? nullptr : found->second;
+  return last_found_;
 }
 
 Calls::Stack& Calls::stack() {
@@ -90,39 +86,25 @@ PyObject* Calls::running() {
   return s.empty() ? nullptr : s.back()->place;
 }
 
-// Whether calls on the stack may have ended already. A KeyboardInterrupt ends module calls, and
-// torch then calls no hook. This shows only later: when a module is called that the lowest one on
-// the stack would not call.
-bool Calls::may_be_interrupted(Module* entry) {
-  const Stack& running = stack();
-  return !running.empty() && (!entry || entry->outermost ||
-                              std::find(running.begin(), running.end(), entry) != running.end());
-}
-
-bool Calls::drop_if_interrupted() {
-  Stack& running = stack();
-  PyObject* key = PyLong_FromVoidPtr(const_cast<void*>(running.front()->key));
-  PyObject* answer = key ? call(python_hooks_, names_.is_running, key) : nullptr;
-  Py_XDECREF(key);
-  if (answer == Py_False) {
-    std::vector<Module*> stack;
-    stack.swap(running);
-    for (Module* module : stack) release(module);
-  }
-  return succeeded(answer);
+// Of one model, only modules that are watched are followed, and the model itself.
+bool Calls::wants(PyObject* module) const {
+  if (!attached_) return false;
+  const Module* entry = find(module);
+  if (!entry) return options_.everything;
+  return entry->place && (options_.everything || entry->watched || entry->outermost);
 }
 
 // Finds a module, or lets Python add it. `entry` is null if the module is not watched; else the
 // caller releases it.
 bool Calls::find_or_ask(PyObject* module, Module*& entry) {
   entry = find(module);
-  if (may_be_interrupted(entry)) {
-    if (!drop_if_interrupted()) return false;
-    entry = find(module);  // again, because Python ran
-  }
   if (!entry) {
     if (!succeeded(call(python_hooks_, names_.discover, module))) return false;
-    if (!(entry = find(module))) return true;
+    entry = find(module);
+    if (!entry || !entry->place) {
+      entry = nullptr;
+      return true;
+    }
   }
   acquire(entry);
   if (entry->called) return true;
@@ -132,50 +114,47 @@ bool Calls::find_or_ask(PyObject* module, Module*& entry) {
   return false;
 }
 
+// Before any of an outermost call: nothing of it has run, also none of our own code.
+bool Calls::tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running) {
+  if (!options_.arguments || !running.empty()) return true;
+  PyObject* args = arguments.tuple();
+  PyObject* kwargs = args ? arguments.dict() : nullptr;
+  const bool done =
+      kwargs && succeeded(call(python_hooks_, names_.on_outermost_call, module, args, kwargs));
+  Py_XDECREF(args);
+  Py_XDECREF(kwargs);
+  return done;
+}
+
 // At a call that no other call encloses: asks Python whether it repeats a forward in a backward.
-bool Calls::note_start() {
-  if (!stack().empty()) return true;
+bool Calls::note_start(Stack& running) {
+  if (!running.empty()) return true;
   PyObject* answer = call(python_hooks_, names_.on_before_forward);
-  stack().recomputing = answer == Py_True;
+  running.recomputing = answer == Py_True;
   return succeeded(answer);
 }
 
-bool Calls::before(PyObject* module, PyObject* args, PyObject* kwargs) {
+bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
+  const Stopwatch::Lap lap(stopwatch_);
+  Stack& running = stack();
   Module* entry;
-  if (!find_or_ask(module, entry)) return false;
+  if (!tell_outermost(module, arguments, running) || !find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  if (!note_start()) {
+  if (!note_start(running)) {
     release(entry);
     return false;
   }
-  stack().push_back(entry);
-  if (!scans_inputs(*entry)) return true;
-  acquire(entry);  // Python may close the monitor, which empties the stack
-  const bool done =
-      visit_inputs(*entry, args) && (late_keywords_ || visit_keywords(*entry, kwargs));
-  release(entry);
-  return done;
+  running.push_back(entry);
+  call = entry;  // with its reference
+  return !scans_inputs(*entry, running) ||
+         (visit_inputs(*entry, arguments) && visit_keywords(*entry, arguments));
 }
 
-bool Calls::leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output) {
-  Module* entry;
-  if (!find_or_ask(module, entry)) return false;
-  if (!entry) return true;
-  const bool done =
-      note_start() &&
-      (!scans_inputs(*entry) || (visit_inputs(*entry, args) && visit_keywords(*entry, kwargs))) &&
-      (!scans(*entry) || visit_output(*entry, output)) &&
-      (!stack().empty() || succeeded(call(python_hooks_, names_.on_after_forward, entry->place)));
-  release(entry);
-  return done;
-}
-
-bool Calls::visit_inputs(Module& module, PyObject* args) {
-  if (!PyTuple_Check(args)) return true;
-  const Py_ssize_t count = PyTuple_GET_SIZE(args);
+bool Calls::visit_inputs(Module& module, const Arguments& arguments) {
+  const Py_ssize_t count = arguments.positional;
   if (static_cast<size_t>(count) > module.arguments.size()) module.arguments.resize(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* x = PyTuple_GET_ITEM(args, i);
+    PyObject* x = arguments.values[i];
     const int row = table_.visit(x, module.arguments[i].own());
     if (row == kNotFloat) continue;
     if (row == kFailed) return false;
@@ -193,35 +172,37 @@ bool Calls::visit_inputs(Module& module, PyObject* args) {
   return true;
 }
 
-bool Calls::visit_keywords(Module& module, PyObject* kwargs) {
-  if (!kwargs || !PyDict_Check(kwargs) || PyDict_GET_SIZE(kwargs) == 0) return true;
-  return succeeded(call(python_hooks_, names_.scan_keywords, module.place, kwargs));
+bool Calls::visit_keywords(Module& module, const Arguments& arguments) {
+  if (!arguments.keywords) return true;
+  PyObject* kwargs = arguments.dict();
+  const bool done =
+      kwargs && succeeded(call(python_hooks_, names_.scan_keywords, module.place, kwargs));
+  Py_XDECREF(kwargs);
+  return done;
 }
 
-bool Calls::after(PyObject* module, PyObject* kwargs, PyObject* output) {
+bool Calls::after(void* call, PyObject*, PyObject* output) {
+  const Stopwatch::Lap lap(stopwatch_);
+  auto* entry = static_cast<Module*>(call);
   Stack& running = stack();
-  Module* entry = running.empty() ? nullptr : running.back();
-  if (!entry || entry != find(module)) {
-    entry = find(module);
-    if (std::find(running.begin(), running.end(), entry) == running.end()) return true;
-    for (; running.back() != entry; running.pop_back()) release(running.back());
-    // A KeyboardInterrupt ended the calls above it.
+  if (running.back() == entry) {
+    running.pop_back();
+  } else {  // greenlets switch between calls of one thread
+    running.erase(std::find(running.begin(), running.end(), entry));
   }
-  running.pop_back();
   const bool outermost = running.empty();
-  const bool done =
-      !output ||  // the module raised
-      ((!late_keywords_ || !scans_inputs(*entry) || visit_keywords(*entry, kwargs)) &&
-       (!scans(*entry) || visit_output(*entry, output)) &&
-       (!outermost || succeeded(call(python_hooks_, names_.on_after_forward, entry->place))));
+  const bool done = !output || !attached_ ||
+                    ((!scans(*entry) || visit_output(*entry, output, running)) &&
+                     (!outermost || succeeded(nanscan::call(python_hooks_, names_.on_after_forward,
+                                                            entry->place))));
   release(entry);
   return done;
 }
 
-bool Calls::visit_output(Module& module, PyObject* output) {
-  stack().wants_gradients = scans_gradients(module);
-  if (!outputs_) return !scans_gradients(module) || watch_gradient(module, output);
-  int& own_row = stack().recomputing ? module.recomputed_row : module.output_row;
+bool Calls::visit_output(Module& module, PyObject* output, Stack& running) {
+  running.wants_gradients = scans_gradients(module);
+  if (!options_.outputs) return !scans_gradients(module) || watch_gradient(module, output);
+  int& own_row = running.recomputing ? module.recomputed_row : module.output_row;
   const int row = table_.visit(output, own_row);
   if (row >= 0 && row == own_row) return !scans_gradients(module) || watch_gradient(module, output);
   if (row >= 0 || row == kNotFloat) return true;
@@ -253,7 +234,7 @@ bool Calls::watch_gradient(Module& module, PyObject* output) {
 
 bool Calls::add_gradient_hook(Module& module, PyObject* output, PyObject* function) {
   if (!module.hooked_output || !can_share_hook(output)) return hook_in_python(module, output);
-  return succeeded(call(function, names_.register_hook_dict, module.hooked_output));
+  return succeeded(call_method(function, names_.register_hook_dict, module.hooked_output));
 }
 
 // Whether the hook dict of an earlier output serves this one. The dict holds for one output number

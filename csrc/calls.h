@@ -1,6 +1,6 @@
-// The work at each module call as long as nothing is new: the arguments were seen before, and the
-// output is scanned into its known row. Anything else (an unknown module, a first argument, a
-// nested structure) goes to `python_hooks`, see python_hooks.h.
+// The observer of module calls that scans: the work at each call as long as nothing is new. Then
+// the arguments were seen before, and the output is scanned into its known row. Anything else (an
+// unknown module, a first argument, a nested structure) goes to `python_hooks`, see python_hooks.h.
 //
 // Contract: every member needs the GIL. Exceptions of `python_hooks` pass through as Python errors.
 #pragma once
@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "door.h"
 #include "gradients.h"
 #include "python_hooks.h"
 #include "stopwatch.h"
@@ -22,7 +23,7 @@ namespace nanscan {
 // `python_hooks`, then attributes and methods of torch.
 #define NANSCAN_CALLED_NAMES(X)             \
   X(discover, "discover")                   \
-  X(is_running, "is_running")               \
+  X(on_outermost_call, "on_outermost_call") \
   X(on_first_call, "on_first_call")         \
   X(scan_new_input, "scan_new_input")       \
   X(scan_keywords, "scan_keywords")         \
@@ -35,20 +36,25 @@ namespace nanscan {
   X(backward_hooks, "_backward_hooks")      \
   X(register_hook_dict, "_register_hook_dict")
 
-class Calls {
+class Calls : public CallObserver {
  public:
+  struct Options {
+    bool inputs, outputs, gradients;  // what to scan
+    bool everything;                  // follow modules, too, that nobody has added
+    bool arguments;                   // tell python_hooks of the arguments of outermost calls
+  };
+
   // `python_hooks` is borrowed: it owns this object. `table` must outlive this object, too.
-  Calls(Table& table, PyObject* python_hooks, bool inputs, bool outputs, bool late_keywords,
-        bool gradients);
-  ~Calls();
+  Calls(Table& table, PyObject* python_hooks, const Options& options);
+  ~Calls() override;
   Calls(const Calls&) = delete;
   Calls& operator=(const Calls&) = delete;
 
   // outermost: no known module contains it. watched: it is scanned at all. always: its output is
   // scanned in every step that scans anything.
   void add(const void* module, PyObject* place, bool outermost, bool watched, bool always);
+  void ignore(const void* module);  // known, and not to be followed
   void remove(const void* module);
-  void forget_running();
 
   // The place of the innermost module that runs in this thread; null if none. Borrowed.
   PyObject* running();
@@ -68,8 +74,8 @@ class Calls {
     gradients_->set_active(attached_ && period_ > 0);
   }
 
-  // Whether hooks are attached. If not, gradients of earlier calls may still arrive: they are
-  // ignored.
+  // If not attached, calls that begin are not followed, and of those that are running only the end
+  // is noted. Gradients of earlier calls may still arrive: they are ignored.
   void set_attached(bool attached) {
     attached_ = attached;
     gradients_->set_active(attached_ && period_ > 0);
@@ -78,18 +84,14 @@ class Calls {
   Stopwatch& stopwatch() { return stopwatch_; }
   const std::shared_ptr<Gradients>& gradients() const { return gradients_; }
 
-  // The bodies of the hooks before and after a module call. `output` is null if the module raised.
-  // False: a Python error is set.
-  bool before(PyObject* module, PyObject* args, PyObject* kwargs);
-  bool after(PyObject* module, PyObject* kwargs, PyObject* output);
-
-  // Both in one, after a module that calls no other module and does not change its inputs.
-  bool leaf(PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
+  bool wants(PyObject* module) const override;
+  bool before(PyObject* module, const Arguments& arguments, void*& call) override;
+  bool after(void* call, PyObject* module, PyObject* output) override;
 
  private:
   struct Module {
     const void* key;
-    PyObject* place;
+    PyObject* place;  // null: it is ignored
     bool outermost, watched, always;
     unsigned number;     // modules are numbered as they are added
     int references = 1;  // from the map and from the stacks
@@ -120,14 +122,13 @@ class Calls {
   }
   static void release(Module* module);
   Module* find(PyObject* module) const;
+  bool tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running);
   bool find_or_ask(PyObject* module, Module*& entry);
-  bool may_be_interrupted(Module* entry);
-  bool drop_if_interrupted();
-  bool note_start();
+  bool note_start(Stack& running);
   Stack& stack();
-  bool visit_inputs(Module& module, PyObject* args);
-  bool visit_keywords(Module& module, PyObject* kwargs);
-  bool visit_output(Module& module, PyObject* output);
+  bool visit_inputs(Module& module, const Arguments& arguments);
+  bool visit_keywords(Module& module, const Arguments& arguments);
+  bool visit_output(Module& module, PyObject* output, Stack& running);
   bool watch_gradient(Module& module, PyObject* output);
   bool add_gradient_hook(Module& module, PyObject* output, PyObject* function);
   bool can_share_hook(PyObject* output) const;
@@ -135,7 +136,7 @@ class Calls {
 
   Table& table_;
   PyObject* const python_hooks_;
-  const bool inputs_, outputs_, late_keywords_, watches_gradients_;
+  const Options options_;
   bool is_due(const Module& module) const {
     return period_ == 1 || (period_ > 1 && module.number % period_ == step_ % period_);
   }
@@ -145,13 +146,14 @@ class Calls {
   // A hook on a tensor costs more than a scan. So of the `always` modules only the outermost ones
   // have one in every step.
   bool scans_gradients(const Module& module) const {
-    return watches_gradients_ && module.watched &&
+    return options_.gradients && module.watched &&
            (is_due(module) || (period_ > 1 && module.outermost));
   }
   // When few outputs are scanned, an input that was not seen before is nothing new: most come from
   // a module that was not scanned. So only the inputs of the outermost modules are scanned then.
-  bool scans_inputs(const Module& module) {
-    return inputs_ && scans(module) && (period_ == 1 || module.outermost) && !stack().recomputing;
+  bool scans_inputs(const Module& module, const Stack& running) const {
+    return options_.inputs && scans(module) && (period_ == 1 || module.outermost) &&
+           !running.recomputing;
   }
 
   unsigned period_ = 1, step_ = 0, next_number_ = 0;
@@ -160,6 +162,9 @@ class Calls {
   const std::shared_ptr<Gradients> gradients_;
   const uint64_t serial_;  // identifies this object; an address may be used again
   std::unordered_map<const void*, Module*> modules_;
+  // What was found last: a call looks for one module three times.
+  mutable const void* last_key_ = nullptr;
+  mutable Module* last_found_ = nullptr;
   std::unordered_map<unsigned long, Stack>
       stacks_;  // by thread; never erased, so pointers stay valid
   const Names names_;

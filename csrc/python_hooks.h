@@ -6,12 +6,32 @@
 
 namespace nanscan {
 
-// Calls python_hooks.name(...) with borrowed arguments. Returns a new reference or null.
+// Keeps torch.compile from compiling the Python code that runs meanwhile. Where a compiled model
+// begins, Dynamo is about to compile each Python frame that comes next: that is not to be ours.
+class Uncompiled {
+ public:
+  Uncompiled();
+  ~Uncompiled();
+  Uncompiled(const Uncompiled&) = delete;
+  Uncompiled& operator=(const Uncompiled&) = delete;
+
+ private:
+  PyObject* callback_;  // Dynamo's; null if it is not at work
+};
+
+// Calls object.name(...) with borrowed arguments. Returns a new reference or null.
 template <typename... Args>
-PyObject* call(PyObject* python_hooks, PyObject* name, Args... args) {
-  PyObject* arguments[] = {python_hooks, args...};
+PyObject* call_method(PyObject* object, PyObject* name, Args... args) {
+  PyObject* arguments[] = {object, args...};
   return PyObject_VectorcallMethod(name, arguments,
                                    (1 + sizeof...(args)) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+}
+
+// The same for our own code in Python.
+template <typename... Args>
+PyObject* call(PyObject* python_hooks, PyObject* name, Args... args) {
+  const Uncompiled scope;
+  return call_method(python_hooks, name, args...);
 }
 
 inline bool succeeded(PyObject* result) {

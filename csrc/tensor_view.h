@@ -58,6 +58,18 @@ struct TensorView {
   int user_dims() const { return logical.count - (is_complex ? 1 : 0); }
 };
 
+// Whether torch has complex numbers of two such values.
+constexpr bool has_complex(DType dtype) {
+  switch (dtype) {
+#define NANSCAN_CASE(dtype, torch_name, storage, exponent, mantissa, bias, family, dlpack_code) \
+  case DType::dtype:                                                                            \
+    return dlpack::dlpack_code == dlpack::kFloat;
+    NANSCAN_DTYPES(NANSCAN_CASE)
+#undef NANSCAN_CASE
+  }
+  return false;  // never reached: every dtype has a case
+}
+
 // How a scan walks over memory: one run of `run` elements, `run_stride` apart, for each index into
 // the dimensions `outer`. Each stored element stands for `repeat` logical ones (stride-0
 // dimensions).

@@ -1,10 +1,13 @@
 """Types of the compiled core. Functions marked raw are METH_FASTCALL, positional only."""
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from typing_extensions import Self
 
 # Statuses: why a tensor was not scanned (csrc/tensor_view.h).
 NOT_PLAIN: Final[int]
@@ -40,6 +43,65 @@ class PendingScan:
     def wait(self) -> bytes: ...
 
 def scan_once(tensor: object, moments: bool, /) -> bytes | PendingScan | int: ...  # raw
+
+class ResultBase:
+    """The row of a scan with the shape and dtype of its tensor. A number waits for the scan."""
+
+    def __new__(
+        cls,
+        row: Any,  # a PendingScan, or a buffer of 128 bytes, which is copied
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        moments: bool = False,
+    ) -> Self: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def nan_count(self) -> int: ...
+    @property
+    def posinf_count(self) -> int: ...
+    @property
+    def neginf_count(self) -> int: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def _max_key(self) -> int: ...
+    @property
+    def _min_key(self) -> int: ...
+    @property
+    def _first_bad(self) -> int: ...
+    @property
+    def _sum(self) -> float: ...
+    @property
+    def _sumsq(self) -> float: ...
+    @property
+    def _zeros(self) -> int: ...
+    @property
+    def _subnormals(self) -> int: ...
+    @property
+    def _has_moments(self) -> bool: ...
+    @property
+    def _pending(self) -> PendingScan | None: ...  # until its row was read
+    @property
+    def _row(self) -> bytes: ...
+
+# The class of the results that check makes, and torch's dtypes in the order of DTYPES. Once.
+def initialize_results(result_type: type[ResultBase], dtypes: tuple[torch.dtype, ...]) -> None: ...
+def check(tensor: object, moments: bool, /) -> Any: ...  # a ScanResult or a status; raw
+
+# For what is no plain tensor, list, tuple, dict or None, `open(x, moments)` returns its result, or
+# its children and the spec with which `close(results, spec)` makes the like of it.
+def check_tree(
+    tree: Any,
+    moments: bool,
+    open: Callable[[Any, bool], Any],  # noqa: A002
+    close: Callable[[list[Any], Any], Any],
+) -> Any: ...
 def scan_once_many(tensors: list[Any], moments: bool) -> list[bytes | PendingScan | int]: ...
 def describe(tensor: object) -> tuple[str, tuple[int, ...]] | None: ...  # dtype and shape
 
@@ -98,8 +160,33 @@ class Table:
     def visit(self, tensor: object, row: int, /) -> int: ...
     def scan_many(self, tensors: list[Any], rows: list[int], /) -> list[tuple[int, int]]: ...
 
-class Calls:
-    """The hooks of module calls. For what is new they call `python_hooks`, which outlives them."""
+class CallObserver:
+    """Hears of module calls, while it is added."""
+
+# `owner` keeps the observer alive.
+def add_observer(observer: CallObserver, owner: object) -> None: ...
+def remove_observer(observer: CallObserver) -> None: ...
+
+# The descriptor for nn.Module._compiled_call_impl, given nn.Module and the code of its __call__.
+def make_door(module_type: type, call_code: CodeType) -> object: ...
+
+class CallEvents(CallObserver):
+    """Calls `on_before_module(module)` and `on_after_module(module, output)` of a listener."""
+
+    def __init__(self, listener: Any) -> None: ...  # it is the owner, too
+
+class IdleObserver(CallObserver):
+    """Does nothing, to measure what observing costs."""
+
+class HookedCall:
+    """A module call that begins here, where hooks tell of it and not the door."""
+
+    def __init__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def returned(self, output: Any) -> None: ...
+    def raised(self) -> None: ...
+
+class Calls(CallObserver):
+    """Scans at module calls. For what is new it calls `python_hooks`, which outlives it."""
 
     def __init__(
         self,
@@ -108,18 +195,19 @@ class Calls:
         *,
         inputs: bool,
         outputs: bool,
-        late_keywords: bool,
         gradients: bool,
+        everything: bool,  # also modules that were not added
+        arguments: bool,  # tell of those of outermost calls
     ) -> None: ...
     def add(
         self, module: int, place: object, outermost: bool, watched: bool, always: bool
     ) -> None: ...  # by id
+    def ignore(self, module: int) -> None: ...  # by id
     def remove(self, module: int) -> None: ...
-    def forget_running(self) -> None: ...
     # period 0: calls are followed, and nothing is scanned; 1: all watched modules are; more: the
     # `always` modules in each step, and each other module in one of `period` steps.
     def set_turn(self, period: int, step: int) -> None: ...
-    def set_attached(self, attached: bool) -> None: ...  # False: gradients that arrive are ignored
+    def set_attached(self, attached: bool) -> None: ...  # False: nothing is watched
     def set_timed(self, timed: bool) -> None: ...
     def take_cost(self) -> tuple[int, int]: ...  # nanoseconds and calls since the last time
     def take_gradient_cost(self) -> tuple[int, int]: ...  # the same of gradient hooks
@@ -131,8 +219,3 @@ class Calls:
     def recomputing(self) -> bool: ...  # the module calls of this thread repeat a forward
     @property
     def running(self) -> Any: ...  # innermost place running in this thread, or None
-
-    # Raw.
-    def before(self, module: object, args: object, kwargs: object = ..., /) -> None: ...
-    def after(self, module: object, kwargs: object, output: object = ..., /) -> None: ...
-    def leaf(self, module: object, args: object, kwargs: object, output: object, /) -> None: ...

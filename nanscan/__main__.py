@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, and what this build can use on this machine")
     commands.add_parser("demo", help="a real half-precision run that breaks, found and repaired")
-    run = commands.add_parser("run", help="run an unchanged script with the hooks on")
+    run = commands.add_parser("run", help="run an unchanged script with nanscan on")
     run.add_argument("--action", choices=_ACTIONS, default="warn", help="default: warn")
     locate = commands.add_parser(
         "locate", help="run an unchanged script op by op, and stop where it makes a bad value"

@@ -35,7 +35,7 @@ def enable(  # noqa: PLR0913 - options by name
     save_dir: str | os.PathLike[str] | None = None,
     locate: bool = False,
 ) -> Monitor:
-    """Turns the hooks on, for one model or for every module of the process.
+    """Turns nanscan on, for one model or for every module of the process.
 
     Args:
         model: the model to watch. None: every module that is called from now on. A second call for
@@ -67,12 +67,12 @@ def enable(  # noqa: PLR0913 - options by name
             of qualified names.
         every_n_steps: scan one step of every n.
         warmup_steps: number of first steps in which nothing is scanned.
-        max_overhead: largest share of a step's time, such as 0.02, that hooks may take on the host
-            and scans on the device. To stay below it, parameters, buffers and moments are scanned
-            only in some steps. If that is not enough, module outputs and their gradients take turns
-            too. Always scanned are the loss, parameter gradients, and outputs of the outermost
-            modules and of their direct children. After a fault the next steps are scanned in full.
-            `Monitor.coverage` lists what is scanned less often.
+        max_overhead: largest share of a step's time, such as 0.02, that nanscan may take on the
+            host, and its scans on the device. To stay below it, parameters, buffers and moments are
+            scanned only in some steps. If that is not enough, module outputs and their gradients
+            take turns too. Always scanned are the loss, parameter gradients, and outputs of the
+            outermost modules and of their direct children. After a fault the next steps are scanned
+            in full. `Monitor.coverage` lists what is scanned less often.
         skip_step: skip an optimizer step if a gradient that it would use is non-finite. Parameters
             and optimizer state then keep exactly the same bits, and gradients stay as they are.
             Everything else continues: the closure's loss is returned, a scheduler steps, and the
@@ -107,7 +107,7 @@ def enable(  # noqa: PLR0913 - options by name
         TypeError: `model` is not a module, or an option has a wrong type.
         ValueError: an unknown kind or action, or a number out of range.
 
-    Synchronization: hooks never wait for a device, with three exceptions.
+    Synchronization: watching never waits for a device, with three exceptions.
         `skip_step`: waits once a step for CUDA gradients. A fused Adam, AdamW, Adagrad or SGD waits
         only in its first step; later it gets `found_inf`, which the device computes. Gradients on
         the CPU need no wait.
@@ -205,7 +205,7 @@ def watch(  # noqa: PLR0913 - options by name
 
 
 def disable() -> None:
-    """Closes every monitor of the process and removes all hooks of nanscan."""
+    """Closes every monitor of the process; torch is as it was before."""
     for monitor in tuple(open_monitors):
         monitor.close()
 

@@ -78,7 +78,7 @@ class Monitor:
         self._to_report: deque[Finding] = deque()  # to sinks
         self._is_announced = False  # the fault that began this episode was reported
         self._model = None if model is None else weakref.ref(model)
-        self._collector.attach()
+        self._collector.open()
         open_monitors.append(self)
 
     # -- what a user asks ------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Monitor:
             nearest = difflib.get_close_matches(name, names, _NEAREST, cutoff=0.4)
             hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
             raise KeyError(f"nanscan: nothing was scanned at {name!r}{hint}")
-        return self._table.history.of(names[name])
+        return dict(self._table.history.of(names[name]))
 
     def coverage(self) -> Coverage:
         """Returns what is watched, and what is not watched and why."""
@@ -179,19 +179,20 @@ class Monitor:
         self._collector.scan_fully(steps)
 
     def pause(self) -> None:
-        """Removes all hooks; `resume` puts them back."""
-        self._collector.detach()
+        """Watches nothing until `resume`."""
+        self._collector.pause()
         if self._follow_up is not None:
             self._follow_up.stop()
 
     def resume(self) -> None:
-        """Puts the hooks back after `pause`. Does nothing on a closed monitor."""
+        """Watches on after `pause`. Does nothing on a closed monitor."""
         if self in open_monitors:
-            self._collector.attach()
+            self._collector.resume()
 
     def close(self) -> None:
-        """Removes all hooks for good. Findings and history stay readable."""
+        """Ends the watch for good. Findings and history stay readable."""
         self.pause()
+        self._collector.close()
         if self in open_monitors:
             open_monitors.remove(self)
             for sink in self._sinks:
@@ -251,10 +252,10 @@ class Monitor:
         if not record.is_ahead:
             self._release(record)
 
-    def on_step_end(self, step: int, *, before_forward: bool) -> None:
+    def on_step_end(self, step: int) -> None:
         """A step ended: a search may begin or end."""
         if self._follow_up is not None:
-            self._follow_up.on_step_end(step, before_forward=before_forward)
+            self._follow_up.on_step_end(step)
 
     def on_forward_start(self, step: int) -> None:
         """An outermost module is about to run: a search may begin."""

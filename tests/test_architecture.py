@@ -19,10 +19,10 @@ FILES = sorted((ROOT / "nanscan").rglob("*.py"))
 ALLOWED = {
     "_data": (),
     "_scan": ("_data",),
-    "_collect": ("_data", "_scan", "_hooks"),
+    "_collect": ("_data", "_scan"),
     "_judge": ("_data", "_collect.snapshot"),
     "_locate": (
-        *("_data", "_scan", "_collect.listener", "_collect.torch_events", "_collect.modules"),
+        *("_data", "_scan", "_collect.listener", "_collect.torch_events", "_collect.door"),
         "_collect.names",
     ),
     "_output": ("_data", "_version"),
@@ -88,7 +88,7 @@ def test_no_import_is_hidden():
 
 # Classes that may be longer, and why.
 LONGER = {
-    "Collector": 330,  # one short handler an event of Listener; splitting it would split the events
+    "Collector": 336,  # one short handler an event of Listener; splitting it would split the events
 }
 
 

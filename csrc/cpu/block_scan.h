@@ -15,7 +15,7 @@ struct BlockTotals {
   uint64_t nan, posinf, neginf;
   int64_t max_key, min_key;  // over finite values; valid if has_finite
   uint32_t has_finite;
-  double sum, sumsq;  // this line and the next: only from `moments`
+  double sum, sumsq;  // this line and the next: only from `scan_with_moments`
   uint64_t zeros, subnormals;
 };
 
@@ -24,9 +24,9 @@ using BlockScan = void (*)(const void* data, size_t n, BlockTotals* totals);
 
 struct Variant {
   const char* name;
-  BlockScan scan[kDTypeCount];     // counts and extremes
-  BlockScan moments[kDTypeCount];  // sum, sumsq, zeros and subnormals of the finite values
-  BlockScan read;                  // only loads and combines n bytes
+  BlockScan scan[kDTypeCount];               // counts and extremes
+  BlockScan scan_with_moments[kDTypeCount];  // and sum, sumsq, zeros, subnormals of finite values
+  BlockScan read;                            // only loads and combines n bytes
 };
 
 }  // namespace nanscan::cpu

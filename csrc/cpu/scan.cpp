@@ -69,21 +69,15 @@ struct Job {
   const TensorView& view;
   const MemoryLayout& layout;
   BlockScan scan;
-  BlockScan moments;  // null: not asked for
   int item;
   std::mutex mutex;
   BlockTotals totals{};
-
-  void block(const char* data, size_t n, BlockTotals& t) const {
-    scan(data, n, &t);
-    if (moments) moments(data, n, &t);
-  }
 
   // Elements [begin, end) of the walk order.
   BlockTotals range(int64_t begin, int64_t end) const {
     BlockTotals t{};
     if (layout.outer.count == 0 && layout.run_stride == 1)
-      block(view.data + begin * item, static_cast<size_t>(end - begin), t);
+      scan(view.data + begin * item, static_cast<size_t>(end - begin), &t);
     else
       strided(begin, end, t);
     return t;
@@ -110,13 +104,13 @@ struct Job {
       int64_t n = std::min(end - i, layout.run - within);
       const char* from = view.data + (offset + within * layout.run_stride) * item;
       if (in_place) {
-        block(from, static_cast<size_t>(n), t);
+        scan(from, static_cast<size_t>(n), &t);
       } else {
         n = std::min(n, capacity - staged);
         gather(from, layout.run_stride, static_cast<size_t>(n), item, stage + staged * item);
         staged += n;
         if (staged == capacity) {
-          block(stage, static_cast<size_t>(staged), t);
+          scan(stage, static_cast<size_t>(staged), &t);
           staged = 0;
         }
       }
@@ -131,7 +125,7 @@ struct Job {
         position[d] = 0;
       }
     }
-    if (staged > 0) block(stage, static_cast<size_t>(staged), t);
+    if (staged > 0) scan(stage, static_cast<size_t>(staged), &t);
   }
 
   void merge(const BlockTotals& t) {
@@ -221,8 +215,8 @@ Row scan(const TensorView& view, bool moments) {
   const Variant& variant = *selected();
   const int dtype = static_cast<int>(view.dtype);
   const int item = item_size(view.dtype);
-  Job job{view, layout, variant.scan[dtype], moments ? variant.moments[dtype] : nullptr, item,
-          {},   {}};
+  const BlockScan block = moments ? variant.scan_with_moments[dtype] : variant.scan[dtype];
+  Job job{view, layout, block, item, {}, {}};
   const auto stored = static_cast<int64_t>(layout.stored);
   if (layout.stored * item < kParallelBytes)
     job.totals = job.range(0, stored);

@@ -16,10 +16,79 @@ constexpr int kUnroll = 4;       // independent accumulators, to cover the laten
 constexpr size_t kChunk = 4096;  // bytes of a chunk: still in L1 if level 2 needs it
 // No software prefetch: on Zen 4 it lost 20 % of the bandwidth of DRAM at every distance tried.
 
-template <typename Int>
+template <typename Int, int kBytes = kVectorBytes>
 struct VectorOf {
-  typedef Int type __attribute__((vector_size(kVectorBytes)));
+  typedef Int type __attribute__((vector_size(kBytes)));
 };
+
+constexpr size_t kDoubles = kVectorBytes / sizeof(double);
+using Doubles = typename VectorOf<double>::type;
+using Floats = typename VectorOf<float>::type;
+using Words = typename VectorOf<int32_t>::type;
+
+Floats as_floats(Words words) { return reinterpret_cast<Floats>(words); }
+Words as_words(Floats floats) { return reinterpret_cast<Words>(floats); }
+
+// Sums of one run. At most 128 / sizeof(Int) additions in a lane, 5 of the lanes, and one for each
+// run lie between an element and the total: that many roundings bound the error.
+struct Sums {
+  Doubles sum[kUnroll] = {}, sumsq[kUnroll] = {};
+
+  void add(int u, Doubles value) {
+    sum[u] += value;
+    sumsq[u] += value * value;
+  }
+
+  static double total(const Doubles (&v)[kUnroll]) {
+    Doubles folded = (v[0] + v[1]) + (v[2] + v[3]);
+    for (size_t width = kDoubles / 2; width > 0; width /= 2)
+      for (size_t i = 0; i < width; ++i) folded[i] += folded[i + width];
+    return folded[0];
+  }
+
+  void add_to(BlockTotals& t) const {
+    t.sum += total(sum);
+    t.sumsq += total(sumsq);
+  }
+};
+
+// The float32 at p as doubles.
+Doubles widen(const int32_t* p) {
+  float values[kDoubles];
+  __builtin_memcpy(values, p, sizeof values);
+  double wide[kDoubles];  // GCC makes one instruction of this, but two of __builtin_convertvector
+  for (size_t i = 0; i < kDoubles; ++i) wide[i] = values[i];
+  Doubles result;
+  __builtin_memcpy(&result, wide, sizeof result);
+  return result;
+}
+
+// The same where some may be subnormal: exact also in a flush-to-zero mode, as float_bits below.
+Doubles widen_subnormals(const int32_t* p) {
+  using Wide = VectorOf<int64_t>::type;
+  constexpr int64_t kRebias = int64_t{1023 - 127} << 52;
+  VectorOf<int32_t, kVectorBytes / 2>::type bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  const Wide wide = __builtin_convertvector(bits, Wide);
+  const Doubles smallest = reinterpret_cast<Doubles>(Wide{} + (kRebias + (int64_t{1} << 52)));
+  const Doubles biased = reinterpret_cast<Doubles>(((wide & INT32_MAX) << 29) + kRebias);
+  const Doubles excess = biased - smallest;
+  const Doubles magnitude = biased + (excess < 0 ? excess : Doubles{});
+  return reinterpret_cast<Doubles>(reinterpret_cast<Wide>(magnitude) | (wide & INT64_MIN));
+}
+
+template <bool kSubnormals>
+void add_sums(const int32_t* floats, size_t n, BlockTotals& t) {
+  Sums sums;
+  for (size_t i = 0; i < n; i += kUnroll * kDoubles) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kUnroll; ++u) {
+      const int32_t* p = floats + i + u * kDoubles;
+      sums.add(u, kSubnormals ? widen_subnormals(p) : widen(p));
+    }
+  }
+  sums.add_to(t);
+}
 
 template <typename Format>
 struct Kernel {
@@ -28,6 +97,8 @@ struct Kernel {
   static constexpr size_t kLanes = kVectorBytes / sizeof(Int);
   static constexpr size_t kChunkElements = kChunk / sizeof(Int);
   static constexpr size_t kStep = kUnroll * kLanes;
+  static constexpr size_t kRun = 64 * kLanes;  // as many as the 8-bit counters of the lanes hold
+  static_assert(kRun % kStep == 0 && 64 < 127, "a run fits the 8-bit counters");
 
   static Int load(const Int* p) {
     Int bits;
@@ -64,6 +135,12 @@ struct Kernel {
 #else
     counters -= mask;
 #endif
+  }
+
+  static uint64_t total(Vector counters) {
+    uint64_t result = 0;
+    for (size_t i = 0; i < kLanes; ++i) result += counters[i];
+    return result;
   }
 
   static Vector min(Vector a, Vector b) { return a < b ? a : b; }
@@ -122,11 +199,8 @@ struct Kernel {
     return true;
   }
 
-  // Level 2: counts every element, with masks and no branch. Runs of kRun keep the 8-bit counters
-  // of the lanes from overflowing.
+  // Level 2: counts every element, with masks and no branch.
   static void scan_exact(const Int* p, size_t n, Extremes& e, BlockTotals& t) {
-    constexpr size_t kRun = 64 * kLanes;
-    static_assert(kRun % kStep == 0 && 64 < 127, "a run fits the 8-bit counters");
     for (size_t begin = 0; begin < n; begin += kRun) {
       const size_t end = n - begin < kRun ? n : begin + kRun;
       Vector bad = {}, posinf = {}, neginf = {};
@@ -142,12 +216,8 @@ struct Kernel {
         e.max[0] = max(e.max[0], nonfinite ? fill(Format::kLowest) : key);
         e.min[0] = min(e.min[0], nonfinite ? fill(Format::kHighest) : key);
       }
-      uint64_t bad_count = 0, posinf_count = 0, neginf_count = 0;
-      for (size_t i = 0; i < kLanes; ++i) {
-        bad_count += bad[i];
-        posinf_count += posinf[i];
-        neginf_count += neginf[i];
-      }
+      const uint64_t bad_count = total(bad);
+      const uint64_t posinf_count = total(posinf), neginf_count = total(neginf);
       t.nan += bad_count - posinf_count - neginf_count;
       t.posinf += posinf_count;
       t.neginf += neginf_count;
@@ -189,6 +259,98 @@ struct Kernel {
     return head < n ? head : n;
   }
 
+  // Lane i of the 32-bit words holds one of the elements in its upper bits, 0 below.
+  static Words element(Words words, int i) {
+    if constexpr (sizeof(Int) == 4) return words;
+    constexpr int32_t kUpper = static_cast<int32_t>(~uint32_t{0} << (32 - Format::kWidth));
+    return (words << (i * Format::kWidth)) & kUpper;
+  }
+
+  // float32 bits of a finite value whose own bits are the upper ones of a lane. With its exponent
+  // re-biased, a normal value is right. A subnormal one or 0, which is smallest * f, has become
+  // smallest / 2 * (1 + f): it gets what it lacks of smallest once more. No operand is subnormal as
+  // a float32, so a flush-to-zero mode changes nothing.
+  static Words float_bits(Words upper) {
+    if constexpr (Format::kExponentBits == 8) {
+      return upper;
+    } else {
+      constexpr int32_t kRebias = (127 - Format::kBias) << 23;
+      const Floats smallest = as_floats(Words{} + (kRebias + (1 << 23)));
+      const Floats biased =
+          as_floats(((upper & INT32_MAX) >> (8 - Format::kExponentBits)) + kRebias);
+      const Floats excess = biased - smallest;
+      const Words magnitude = as_words(biased + (excess < 0 ? excess : Floats{}));
+      return magnitude | (upper & INT32_MIN);
+    }
+  }
+
+  // Stages the elements as float32, NaN and Inf as 0, and counts zeros and subnormal values. n is a
+  // multiple of kStep, and kRun at most.
+  static void stage_floats(const Int* p, size_t n, int32_t* floats, BlockTotals& t) {
+    Vector zeros = {}, subnormals = {};
+    for (size_t i = 0; i < n; i += kLanes) {
+      const Vector bits = load_bits(p + i);
+      const Vector magnitude = bits & Format::kHighest;
+      const Vector zero = (Format::kFamily == Family::kFnuz ? bits : magnitude) == 0;
+      count(zeros, zero);
+      count(subnormals, (magnitude < Format::kSmallestNormal) & (magnitude != 0));
+      const Words words = reinterpret_cast<Words>(is_nonfinite(bits) ? Vector{} : bits);
+      for (size_t j = 0; j < 4 / sizeof(Int); ++j) {
+        const Words staged = float_bits(element(words, j));
+        __builtin_memcpy(floats, &staged, sizeof staged);
+        floats += kVectorBytes / 4;
+      }
+    }
+    t.zeros += total(zeros);
+    t.subnormals += total(subnormals);
+  }
+
+  // Adds the moments of n elements, a multiple of kStep.
+  static void add_moments(const Int* p, size_t n, BlockTotals& t) {
+    for (size_t begin = 0; begin < n; begin += kRun) {
+      const size_t run = n - begin < kRun ? n - begin : kRun;
+      if constexpr (Format::kWidth == 64) {
+        add_doubles(p + begin, run, t);
+      } else {
+        alignas(64) int32_t floats[kRun];
+        const uint64_t before = t.subnormals;
+        stage_floats(p + begin, run, floats, t);
+        if (Format::kExponentBits == 8 && t.subnormals > before)
+          add_sums<true>(floats, run, t);
+        else
+          add_sums<false>(floats, run, t);
+      }
+    }
+  }
+
+  static void add_doubles(const Int* p, size_t n, BlockTotals& t) {
+    Vector zeros = {}, subnormals = {};
+    Sums sums;
+    for (size_t i = 0; i < n; i += kStep) {
+#pragma GCC unroll 4
+      for (int u = 0; u < kUnroll; ++u) {
+        const Vector bits = load_bits(p + i + u * kLanes);
+        const Vector magnitude = bits & Format::kHighest;
+        count(zeros, magnitude == 0);
+        count(subnormals, (magnitude < Format::kSmallestNormal) & (magnitude != 0));
+        sums.add(u, reinterpret_cast<Doubles>(is_nonfinite(bits) ? Vector{} : bits));
+      }
+    }
+    sums.add_to(t);
+    t.zeros += total(zeros);
+    t.subnormals += total(subnormals);
+  }
+
+  // Adds the moments of fewer elements than kStep. They are padded with zeros.
+  static void add_moments_of_rest(const Int* p, size_t n, BlockTotals& t) {
+    if (n == 0) return;
+    Int padded[kStep] = {};
+    __builtin_memcpy(padded, p, n * sizeof(Int));
+    add_moments(padded, kStep, t);
+    t.zeros -= kStep - n;
+  }
+
+  template <bool kMoments>
   static void scan(const void* data, size_t n, BlockTotals* totals) {
     const Int* p = static_cast<const Int*>(data);
     BlockTotals& t = *totals;
@@ -196,6 +358,7 @@ struct Kernel {
     if (n >= kStep) {
       const size_t skip = head(p, n);
       scan_scalar(p, skip, scalar, t);
+      if constexpr (kMoments) add_moments_of_rest(p, skip, t);
       p += skip;
       n -= skip;
       Extremes e;
@@ -211,61 +374,15 @@ struct Kernel {
           scan_exact(p, chunk, e, t);
           expect_clean = t.nan + t.posinf + t.neginf == before;
         }
+        if constexpr (kMoments) add_moments(p, chunk, t);
         p += chunk;
         n -= chunk;
       }
       merge(horizontal_max(e.max), horizontal_min(e.min), t);
     }
     scan_scalar(p, n, scalar, t);
+    if constexpr (kMoments) add_moments_of_rest(p, n, t);
     merge(scalar.max, scalar.min, t);
-  }
-
-  static double widen(Int key) {
-    const Int magnitude = Format::magnitude(key);
-    double value;
-    if constexpr (Format::kWidth == 64) {
-      __builtin_memcpy(&value, &magnitude, sizeof value);
-    } else {
-      // A normal value: the exponent is re-biased. A subnormal one: an integer times 2^k. No
-      // operand is subnormal as a double, so a flush-to-zero mode changes nothing.
-      constexpr int kShift = 52 - Format::kMantissaBits;
-      const uint64_t wide = static_cast<uint64_t>(magnitude) << kShift;
-      const uint64_t normal_bits = wide + (uint64_t{1023 - Format::kBias} << 52);
-      const uint64_t scale_bits = uint64_t{1023 + 1 - Format::kBias - Format::kMantissaBits} << 52;
-      double normal, scale;
-      __builtin_memcpy(&normal, &normal_bits, sizeof normal);
-      __builtin_memcpy(&scale, &scale_bits, sizeof scale);
-      value = magnitude < Format::kSmallestNormal
-                  ? static_cast<double>(static_cast<int32_t>(magnitude)) * scale
-                  : normal;
-    }
-    return key < 0 ? -value : value;
-  }
-
-  static void moments(const void* data, size_t n, BlockTotals* totals) {
-    constexpr size_t kSums = 8;  // independent sums: shorter dependency chains and less rounding
-    const Int* p = static_cast<const Int*>(data);
-    double sum[kSums] = {}, sumsq[kSums] = {};
-    uint64_t zeros = 0, subnormals = 0;
-    for (size_t i = 0; i < n; i += kSums) {
-      const size_t count = n - i < kSums ? n - i : kSums;
-      for (size_t j = 0; j < count; ++j) {
-        const Int key = Format::key(load(p + i + j));
-        const Int magnitude = Format::magnitude(key);
-        const bool finite = Format::is_finite_key(key);
-        const double value = finite ? widen(key) : 0.0;
-        sum[j] += value;
-        sumsq[j] += value * value;
-        zeros += finite && magnitude == 0;
-        subnormals += finite && magnitude != 0 && magnitude < Format::kSmallestNormal;
-      }
-    }
-    for (size_t j = 0; j < kSums; ++j) {
-      totals->sum += sum[j];
-      totals->sumsq += sumsq[j];
-    }
-    totals->zeros += zeros;
-    totals->subnormals += subnormals;
   }
 };
 

@@ -11,10 +11,10 @@ namespace nanscan::cpu {
 extern const Variant NANSCAN_JOIN(kVariant_, NANSCAN_VARIANT);
 const Variant NANSCAN_JOIN(kVariant_, NANSCAN_VARIANT) = {
     NANSCAN_STRING(NANSCAN_VARIANT),
-#define NANSCAN_SCAN(dtype, ...) Kernel<FormatOf<DType::dtype>>::scan,
+#define NANSCAN_SCAN(dtype, ...) Kernel<FormatOf<DType::dtype>>::scan<false>,
     {NANSCAN_DTYPES(NANSCAN_SCAN)},
 #undef NANSCAN_SCAN
-#define NANSCAN_MOMENTS(dtype, ...) Kernel<FormatOf<DType::dtype>>::moments,
+#define NANSCAN_MOMENTS(dtype, ...) Kernel<FormatOf<DType::dtype>>::scan<true>,
     {NANSCAN_DTYPES(NANSCAN_MOMENTS)},
 #undef NANSCAN_MOMENTS
     read,

@@ -110,17 +110,25 @@ class Collector(Listener):
 
     # -- attaching -------------------------------------------------------------------------------
 
-    def attach(self) -> None:
+    def open(self) -> None:
         """Begins to observe."""
-        if not self.calls.is_attached:
-            torch_events.listen(self)
-            self.calls.attach()
-            self._step_began = time.perf_counter()  # a pause is no part of a step
+        self.calls.open()
+        self.resume()
 
-    def detach(self) -> None:
-        """Observes no more; torch is as it was before."""
-        self.calls.detach()
+    def pause(self) -> None:
+        """Takes no notice of anything until `resume`."""
+        self.calls.set_attached(attached=False)
         torch_events.forget(self)
+
+    def resume(self) -> None:
+        """Observes again."""
+        torch_events.listen(self)
+        self.calls.set_attached(attached=True)
+        self._step_began = time.perf_counter()  # a pause is no part of a step
+
+    def close(self) -> None:
+        """Observes no more; it is paused by then."""
+        self.calls.close()
 
     def scan_fully(self, steps: int) -> None:
         """Scans everything in this step, as far as it is still to come, and the next ones."""
@@ -155,13 +163,13 @@ class Collector(Listener):
 
     def on_before_forward(self) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
-        self._act(self.tracker.on_before_forward(), before_forward=True)
+        self._act(self.tracker.on_before_forward())
         self._consumer.on_forward_start(self.tracker.step)
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Keeps the inputs; first judges what the same module did with others in this step."""
         if self._inputs is not None:
-            self._act(self.tracker.on_before_forward(), before_forward=True)
+            self._act(self.tracker.on_before_forward())
             with self.records.lock:
                 if self._inputs.knows(module) and self.records.may_be_bad:
                     self.records.look_ahead(self.turn)
@@ -359,7 +367,7 @@ class Collector(Listener):
             self.records.look(self.turn)
             self.records.deliver(wait=True)
 
-    def _act(self, decision: Decision, *, before_forward: bool = False) -> None:
+    def _act(self, decision: Decision) -> None:
         """Does what the tracker decided."""
         if decision.scan_gradients:
             self._scan_all_gradients()
@@ -368,7 +376,7 @@ class Collector(Listener):
         if decision.look != "never" and self._is_to_look(decision):
             self.records.look(self.turn, reset=decision.restart)
         if decision.end:
-            self._end_step(before_forward=before_forward)
+            self._end_step()
 
     def _is_to_look(self, decision: Decision) -> bool:
         if decision.look == "if known bad":
@@ -379,8 +387,6 @@ class Collector(Listener):
         self,
         optimizer: Optimizer | None = None,
         outcome: Outcome | None = None,
-        *,
-        before_forward: bool = False,
     ) -> None:
         with self.records.lock:
             if not self.records.end_step(self.turn, optimizer, outcome):
@@ -393,4 +399,4 @@ class Collector(Listener):
             self._step_began = now
             self._next_turn()
             self.records.deliver()
-            self._consumer.on_step_end(self.tracker.step, before_forward=before_forward)
+            self._consumer.on_step_end(self.tracker.step)

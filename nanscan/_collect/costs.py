@@ -27,7 +27,8 @@ class CostMeter:
         self._calls = calls
         self._table = table
         self._is_timed = is_timed
-        # Seconds that torch takes to call a hook of a module, and of a tensor.
+        # Seconds beside those of our own work: at the begin or end of a module call, and to call a
+        # hook of a tensor.
         self.dispatch = dispatch_seconds() if is_timed else 0.0
         self.gradient_dispatch = gradient_dispatch_seconds() if is_timed and with_gradients else 0.0
         self.cost = Cost()

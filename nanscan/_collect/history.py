@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,44 @@ import numpy.typing as npt
 from nanscan._data.row import ROW, Rows, absmax, finite_max, finite_min
 
 Order = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[Any]
+
+_NUMBERS: dict[str, Callable[[Rows], Numbers]] = {
+    **{name: itemgetter(name) for name in ("calls", "nan", "posinf", "neginf")},
+    "min": finite_min,
+    "max": finite_max,
+    "absmax": absmax,
+}
+
+
+class RowHistory(Mapping[str, Numbers]):
+    """One row in several steps, as arrays of one length. An array is made when it is first read.
+
+    Args:
+        steps: [N] numbers of the steps.
+        rows: [N] records of dtype `ROW`, which stay as they are.
+    """
+
+    def __init__(self, steps: npt.NDArray[np.int64], rows: Rows) -> None:
+        self._rows = rows
+        self._read: dict[str, Numbers] = {"step": steps}
+
+    def __getitem__(self, name: str) -> Numbers:
+        """An array by its name."""
+        if name not in self._read:
+            self._read[name] = _NUMBERS[name](self._rows)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of all arrays, whether they were read or not."""
+        return iter(("step", *_NUMBERS))
+
+    def __len__(self) -> int:
+        """How many arrays there are."""
+        return 1 + len(_NUMBERS)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class History:
@@ -46,21 +86,11 @@ class History:
         rows[:, :capacity], order[:, :capacity] = self._rows, self._order
         self._rows, self._order = rows, order
 
-    def of(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """The kept steps in which a row was scanned, oldest first, as arrays of one length."""
+    def of(self, row: int) -> RowHistory:
+        """The kept steps in which a row was scanned, oldest first."""
         steps, kept = self.kept([row])
         used = kept[:, 0]["calls"] > 0
-        rows, steps = kept[used, 0], steps[used]
-        return {
-            "step": steps,
-            "calls": rows["calls"],
-            "nan": rows["nan"],
-            "posinf": rows["posinf"],
-            "neginf": rows["neginf"],
-            "min": finite_min(rows),
-            "max": finite_max(rows),
-            "absmax": absmax(rows),
-        }
+        return RowHistory(steps[used], kept[used, 0])
 
     def kept(self, rows: list[int]) -> tuple[npt.NDArray[np.int64], Rows]:
         """The kept steps, oldest first, and records [steps, rows]; zeros where not scanned."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from nanscan._data.frames import is_compiler_calling
 from nanscan._data.places import ModulePlace, ParameterPlace, SinglePlace
 from nanscan._data.site import Kind
 
@@ -42,14 +43,18 @@ class Registry:
         self._buffers: list[tuple[weakref.ref[nn.Module], str, SinglePlace]] = []
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
         self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
+        self._ignored: set[int] = set()  # ids of modules that are not the user's
         self._on_add: OnAdd | None = None
+        self._on_ignore: Callable[[int], None] | None = None
         self._on_forget: Callable[[int], None] | None = None
         if model is not None:
             self._add_root(model)
 
-    def listen(self, on_add: OnAdd, on_forget: Callable[[int], None]) -> None:
-        """Tells of each module, now and later, and of its end."""
-        self._on_add, self._on_forget = on_add, on_forget
+    def listen(
+        self, on_add: OnAdd, on_ignore: Callable[[int], None], on_forget: Callable[[int], None]
+    ) -> None:
+        """Tells of each module, now and later, of those to be ignored, and of its end."""
+        self._on_add, self._on_ignore, self._on_forget = on_add, on_ignore, on_forget
         for key, place in self.places.items():
             on_add(key, place, *self._role(place))
 
@@ -62,7 +67,7 @@ class Registry:
         """Every module that is known and alive."""
         for key, reference in list(self._lifetimes.items()):
             module = reference()
-            if module is not None:
+            if module is not None and key in self.places:
                 yield module, self.places[key]
 
     def all_places(self) -> Iterator[ModulePlace | ParameterPlace | SinglePlace]:
@@ -134,11 +139,14 @@ class Registry:
             module: the module.
             caller: the innermost module that is running, if any.
         """
-        if self.only:
+        if self.only or id(module) in self._ignored:
             return None
         with self._lock:  # threads may meet one module at once
             if id(module) in self.places:
                 return self.places[id(module)]
+            if isinstance(module, torch.fx.GraphModule) and is_compiler_calling():
+                self._ignore(module)
+                return None
             if caller is None:
                 return self._add_root(module)
             # Modules made anew in each forward: all of one class in one parent share a place.
@@ -184,7 +192,7 @@ class Registry:
     def _add(self, module: nn.Module, name: str, parent: ModulePlace | None) -> ModulePlace:
         place = self._by_name.get(name)
         if place is None:
-            place = ModulePlace(name, parent, late_keywords=not self.only)
+            place = ModulePlace(name, parent)
             place.watched = self._wants(name, module)
             self._by_name[name] = place
         key = id(module)
@@ -220,8 +228,17 @@ class Registry:
                 )
                 self._buffers.append((reference, key, owner.buffers[key]))
 
+    def _ignore(self, module: nn.Module) -> None:
+        """A graph that a compiler made and runs is no module of the user's."""
+        key = id(module)
+        self._ignored.add(key)
+        if self._on_ignore is not None:
+            self._on_ignore(key)
+        self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
+
     def _forget(self, key: int) -> None:
         self.places.pop(key, None)
+        self._ignored.discard(key)
         if self._on_forget is not None:
             self._on_forget(key)
         self._lifetimes.pop(key, None)

@@ -43,12 +43,11 @@ class Consumer(Protocol):
     def on_clean_step(self, step: int) -> None:
         """A step had no notable row; it has no record."""
 
-    def on_step_end(self, step: int, *, before_forward: bool) -> None:
+    def on_step_end(self, step: int) -> None:
         """A step ended and its records, as far as they arrived, were delivered.
 
         Args:
             step: number of the step that comes.
-            before_forward: it ended because an outermost module is about to run.
         """
 
     def on_forward_start(self, step: int) -> None:

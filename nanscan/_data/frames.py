@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -11,9 +12,9 @@ import torch
 from torch.autograd import graph
 from torch.utils import checkpoint
 
-_LIBRARIES = tuple(
-    f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, torch.__file__)
-)
+_TORCH = Path(torch.__file__).parent
+_OURS = (f"{Path(__file__).parent.parent}{os.sep}",)
+_LIBRARIES = (*_OURS, f"{_TORCH}{os.sep}")
 _ENGINE = graph._engine_run_backward.__code__  # noqa: SLF001 - what a backward starts with
 
 
@@ -21,6 +22,22 @@ _ENGINE = graph._engine_run_backward.__code__  # noqa: SLF001 - what a backward 
 def is_library(file: str) -> bool:
     """Whether a file belongs to torch, nanscan, or Python's import machinery."""
     return file.startswith((*_LIBRARIES, "<frozen "))
+
+
+# What runs a graph: its own code ("<eval_with_key>"), torch.fx and the call of a module.
+_GRAPH_RUNNERS = ("<eval_with_key>", *(str(_TORCH / part) for part in ("fx", "nn/modules")))
+_COMPILERS = tuple(
+    f"{_TORCH / part}{os.sep}"
+    for part in ("_dynamo", "_functorch", "_inductor", "_higher_order_ops")
+)
+
+
+def is_compiler_calling() -> bool:
+    """Whether a compiler of torch, not user code, has called the module that is about to run."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - where inspect is too slow
+    while frame is not None and frame.f_code.co_filename.startswith((*_OURS, *_GRAPH_RUNNERS)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_COMPILERS)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

@@ -57,12 +57,12 @@ class ModulePlace(Place):
         "swept",
     )
 
-    def __init__(self, name: str, parent: ModulePlace | None, *, late_keywords: bool) -> None:
+    def __init__(self, name: str, parent: ModulePlace | None) -> None:
         super().__init__(name, parent)
         self.called = False
         self.swept = False
         self.inputs = Node(self, Kind.INPUT)
-        self.keywords = Node(self, Kind.INPUT, late=late_keywords)
+        self.keywords = Node(self, Kind.INPUT)
         self.outputs = Node(self, Kind.OUTPUT)
         self.recomputed = Node(self, Kind.OUTPUT, _RECOMPUTED)
         self.parameters: dict[str, ParameterPlace] = {}
@@ -142,8 +142,6 @@ class Node:
         row: its row in the table, -1 until something was scanned for it.
         sources: rows in which the tensors seen here were found, this node's own among them.
         computed: autograd had a history of the tensor first scanned here: it came out of some code.
-        late: scanned after the module ran, though it went in before (keyword arguments of global
-            hooks).
         skipped: why what was seen here was not scanned, if so.
         gradient: of an output: what is seen of its gradient.
         hook: of an output: scans a gradient into that.
@@ -158,7 +156,6 @@ class Node:
         "hooked",
         "items",
         "kind",
-        "late",
         "path",
         "place",
         "row",
@@ -166,11 +163,10 @@ class Node:
         "sources",
     )
 
-    def __init__(self, place: Place, kind: Kind, path: str = "", *, late: bool = False) -> None:
+    def __init__(self, place: Place, kind: Kind, path: str = "") -> None:
         self.place = place
         self.kind = kind
         self.path = path
-        self.late = late
         self.computed = False
         self.row = -1
         self.sources: set[int] = set()
@@ -206,7 +202,7 @@ class Node:
         return node
 
     def _below(self, label: str) -> Node:
-        return Node(self.place, self.kind, self.path + label, late=self.late)
+        return Node(self.place, self.kind, self.path + label)
 
     def first_time(self) -> Node:
         """Of an output that a checkpoint recomputed: the same position in the first forward."""

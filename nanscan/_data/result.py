@@ -10,19 +10,11 @@ import numpy as np
 import torch
 
 from nanscan import _C
+from nanscan._data.dtypes import DTYPES
 from nanscan._data.row import Rows
 from nanscan._data.text import dtype_name
 
 Record = bytes | np.void | Rows  # of one row
-# The fields that a result shows, in the order of csrc/row.h; the others are skipped as padding.
-_SHOWN = (
-    *("elements", "nan", "posinf", "neginf", "max_key", "min_key", "first_bad", "calls"),
-    *("sum", "sumsq", "zeros", "subnormals"),
-)
-_CODES = {"u8": "Q", "u4": "I", "f8": "d"}  # of the module struct, by NumPy format
-_FIELDS = struct.Struct(
-    "<" + "".join(_CODES[f] if name in _SHOWN else f"{f[1:]}x" for name, f in _C.ROW_FIELDS)
-)
 _SIGN = 1 << 63
 _ALL = (1 << 64) - 1
 
@@ -35,7 +27,7 @@ def _value_of_key(key: int) -> float | None:
     return value
 
 
-class ScanResult:
+class ScanResult(_C.ResultBase):
     """What one pass over a tensor found. Immutable.
 
     Counts and extremes of a complex tensor are those of its real and imaginary parts, so `numel` is
@@ -55,72 +47,7 @@ class ScanResult:
         sent to its CUDA stream before. On the CPU the scan is done when `check` returns.
     """
 
-    numel: int
-    nan_count: int
-    posinf_count: int
-    neginf_count: int
-    calls: int
-
-    __slots__ = (
-        "_first_bad",
-        "_max_key",
-        "_min_key",
-        "_moments",
-        "_pending",
-        "_with_moments",
-        "calls",
-        "dtype",
-        "nan_count",
-        "neginf_count",
-        "numel",
-        "posinf_count",
-        "shape",
-    )
-
-    def __init__(
-        self,
-        row: Record | _C.PendingScan,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        *,
-        moments: bool = False,
-    ) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self._with_moments = moments
-        self._pending: _C.PendingScan | None = None
-        if isinstance(row, _C.PendingScan):
-            self._pending = row
-        else:
-            self._read(row)
-
-    def __getattr__(self, name: str) -> Any:
-        """The first value that is read waits for the scan."""
-        if name in ScanResult.__annotations__ or name in self.__slots__[:4]:
-            pending = object.__getattribute__(self, "_pending")
-            if pending is not None:
-                self._read(pending.wait())
-                self._pending = None
-        return object.__getattribute__(self, name)  # or raises what it raised before
-
-    def _read(self, row: Record) -> None:
-        (
-            self.numel,
-            self.nan_count,
-            self.posinf_count,
-            self.neginf_count,
-            self._max_key,
-            self._min_key,
-            self._first_bad,
-            self.calls,
-            total,
-            squares,
-            zeros,
-            subnormals,
-        ) = _FIELDS.unpack(row if isinstance(row, bytes) else row.tobytes())
-        self._moments: tuple[float, float, int, int] | None = (
-            (total, squares, zeros, subnormals) if self._with_moments else None
-        )
+    __slots__ = ()
 
     @property
     def inf_count(self) -> int:
@@ -135,7 +62,7 @@ class ScanResult:
     @property
     def is_finite(self) -> bool:
         """Whether every element is finite; True for an empty tensor."""
-        return self.nonfinite_count == 0
+        return not (self.nan_count or self.posinf_count or self.neginf_count)
 
     @property
     def min(self) -> float | None:
@@ -168,12 +95,11 @@ class ScanResult:
             return None
         return tuple(int(i) for i in np.unravel_index(flat, self.shape)) if self.shape else ()
 
-    def _moment(self, index: int) -> float:
-        if self._moments is None:
+    def _require_moments(self) -> None:
+        if not self._has_moments:
             raise AttributeError(
                 "nanscan: this scan took no moments; ask for them with check(x, moments=True)"
             )
-        return self._moments[index]
 
     def _per_finite(self, total: float) -> float | None:
         finite = self.numel - self.nonfinite_count
@@ -182,18 +108,20 @@ class ScanResult:
     @property
     def mean(self) -> float | None:
         """Mean of the finite values, summed in float64."""
-        return self._per_finite(self._moment(0))
+        self._require_moments()
+        return self._per_finite(self._sum)
 
     @property
     def rms(self) -> float | None:
         """Root mean square of the finite values."""
-        square = self._per_finite(self._moment(1))
+        self._require_moments()
+        square = self._per_finite(self._sumsq)
         return None if square is None else math.sqrt(square)
 
     @property
     def std(self) -> float | None:
         """Population standard deviation of the finite values: sqrt(E[x^2] - E[x]^2)."""
-        mean, square = self.mean, self._per_finite(self._moment(1))
+        mean, square = self.mean, self._per_finite(self._sumsq)
         if mean is None or square is None:
             return None
         variance = square - mean * mean
@@ -202,16 +130,19 @@ class ScanResult:
     @property
     def zero_count(self) -> int:
         """Elements that are +0.0 or -0.0."""
-        return int(self._moment(2))
+        self._require_moments()
+        return self._zeros
 
     @property
     def subnormal_count(self) -> int:
         """Elements that are subnormal in the tensor's own format."""
-        return int(self._moment(3))
+        self._require_moments()
+        return self._subnormals
 
     def ready(self) -> bool:
         """Whether reading a value would not block. Synchronization: none."""
-        return self._pending is None or self._pending.ready()
+        pending = self._pending
+        return pending is None or pending.ready()
 
     def to_dict(self) -> dict[str, Any]:
         """Every value under its attribute's name, as plain Python objects fit for JSON."""
@@ -219,11 +150,14 @@ class ScanResult:
             *("numel", "nan_count", "posinf_count", "neginf_count", "inf_count"),
             *("nonfinite_count", "is_finite", "min", "max", "absmax", "first_nonfinite", "calls"),
         ]
-        if self._moments is not None:
+        if self._has_moments:
             names += ["mean", "std", "rms", "zero_count", "subnormal_count"]
         values = {name: getattr(self, name) for name in names}
         dtype = dtype_name(self.dtype)
         return {"dtype": dtype, "shape": list(self.shape), **values}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._row, self.shape, self.dtype, self._has_moments)
 
     def __bool__(self) -> NoReturn:
         raise TypeError("nanscan: a ScanResult has no truth value; read .is_finite")
@@ -233,6 +167,13 @@ class ScanResult:
         dtype, shape = values.pop("dtype"), values.pop("shape")
         body = ", ".join(f"{name}={value!r}" for name, value in values.items())
         return f"ScanResult({dtype} {shape}, {body})"
+
+
+def _restored(row: bytes, shape: tuple[int, ...], dtype: torch.dtype, moments: bool) -> ScanResult:
+    return ScanResult(row, shape, dtype, moments=moments)
+
+
+_C.initialize_results(ScanResult, DTYPES)
 
 
 def bad_counts(result: ScanResult) -> str:

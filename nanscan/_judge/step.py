@@ -63,30 +63,12 @@ class StepVerdicts:
     def note(self, row: int) -> None:
         """From here on this row counts as bad for what comes after it."""
         self._earlier.add(row)
-        node = self._node(row)
-        self._made |= node.kind is not Kind.INPUT or node.place.parent is not None
-
-    def _node(self, row: int) -> Node:
-        """The node of a row. A keyword argument that global hooks saw late, first where it was
-        handed on to, belongs to the outermost module that was given it.
-        """  # noqa: D205
         node = self._record.nodes[row]
-        place = node.place.parent if node.late else None
-        while place is not None:
-            node = next((n for n in place.keywords.walk() if row in n.sources), node)
-            place = place.parent
-        return node
+        self._made |= node.kind is not Kind.INPUT or node.place.parent is not None
 
     def in_order(self, rows: Iterable[int]) -> list[int]:
         """Bad rows in the order in which they went bad."""
-        nodes = self._record.nodes
-        tickets = {row: float(self._record.rows[row]["ticket"]) for row in rows}
-        for row in tickets:
-            node = self._node(row)
-            if node.late:  # it went in before anything inside the module ran
-                inside = [tickets[r] for r in tickets if nodes[r].place.is_inside(node.place)]
-                tickets[row] = min(inside) - 0.5
-        return sorted(tickets, key=tickets.__getitem__)
+        return sorted(rows, key=lambda row: int(self._record.rows[row]["ticket"]))
 
     # -- verdicts ----------------------------------------------------------------------------------
 
@@ -105,7 +87,7 @@ class StepVerdicts:
         return _Conclusion("origin", how, conclusion.between, unscanned=unscanned)
 
     def _conclude_of_scans(self, row: int) -> _Conclusion:
-        node = self._node(row)
+        node = self._record.nodes[row]
         if self._record.is_untrained:
             return _Conclusion("origin", "it was so before its model first ran")
         if self._record.spoiled:
@@ -216,7 +198,7 @@ class StepVerdicts:
         return self._build(row, _Conclusion(verdict, how or _HOW[verdict], given=given))
 
     def _build(self, row: int, conclusion: _Conclusion) -> Evidence:
-        node = self._node(row)
+        node = self._record.nodes[row]
         given = self._given(node) if conclusion.given is None else conclusion.given
         aliases = node.place.aliases if isinstance(node.place, ParameterPlace) else []
         finding = Finding(

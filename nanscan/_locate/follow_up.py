@@ -38,7 +38,6 @@ class FollowUp:
         self._steps_left = 0  # of this search
         self._searched = 0  # steps of all searches
         self._is_late = False  # the search could not begin when the last step ended
-        self._is_new = False  # the search began in the call of an outermost module
 
     def want(self, finding: Finding) -> None:
         """Asks for a search of the next steps; does nothing while there is one.
@@ -50,20 +49,18 @@ class FollowUp:
         if self._finding is None and may_search:
             self._finding, self._steps_left = finding, _MAX_STEPS
 
-    def on_step_end(self, step: int, *, before_forward: bool) -> None:
+    def on_step_end(self, step: int) -> None:
         """Between two steps: begins a search that is wanted, or ends one that is over.
 
         Args:
             step: number of the step that comes.
-            before_forward: the step ended because an outermost module is about to run.
-                `on_before_forward` is called next.
         """
         clear_away()
         if self._search is None:
             # A dispatch mode that is pushed in inference mode is forgotten when that ends.
             self._is_late = torch.is_inference_mode_enabled()
             if not self._is_late:
-                self._begin(step, is_new=before_forward)
+                self._begin(step)
         elif self._thread is threading.current_thread():
             self._steps_left -= 1
             self._searched += 1
@@ -85,10 +82,9 @@ class FollowUp:
         """
         clear_away()
         if self._search is None and self._is_late:
-            self._begin(step, is_new=True)
+            self._begin(step)
         if self._search is not None and self._thread is threading.current_thread():
-            self._search.resume(is_new=self._is_new)
-            self._is_new = False
+            self._search.resume()
 
     def stop(self) -> None:
         """Ends the search, whether the op is found or not."""
@@ -103,12 +99,12 @@ class FollowUp:
                     finding.step,
                 )
 
-    def _begin(self, step: int, *, is_new: bool) -> None:
+    def _begin(self, step: int) -> None:
         if self._finding is not None:
             self._is_late = not can_search()
             if not self._is_late:
                 self._search = Locating(self._registry, self._on_location, step)
-                self._thread, self._is_new = threading.current_thread(), is_new
+                self._thread = threading.current_thread()
                 self._search.__enter__()
 
     def _on_location(self, location: Location) -> None:

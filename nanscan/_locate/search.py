@@ -17,9 +17,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
 from nanscan import _C
-from nanscan._collect import torch_events
+from nanscan._collect import door, torch_events
 from nanscan._collect.listener import Listener
-from nanscan._collect.modules import ModuleEvents
 from nanscan._collect.names import Registry
 from nanscan._data.frames import user_frame
 from nanscan._data.location import Location
@@ -64,7 +63,7 @@ class Locating(Listener):
         self._trace = OpTrace(self._on_op)
         self._trace.step = step
         self._stack = StackedTrace(self._trace)
-        self._modules = ModuleEvents(self)
+        self._calls = _C.CallEvents(self)
         self._names = TensorNames(self._registry)
         self._builder = LocationBuilder(self._names, self._trace)
         self._taints = TaintTracker()
@@ -79,9 +78,9 @@ class Locating(Listener):
 
     def __enter__(self) -> Self:
         """Begins to run this thread's ops one by one."""
-        if self._modules.is_attached:
+        if self in _searches:
             raise RuntimeError("nanscan: this search is under way already")
-        self._modules.attach()
+        door.observe(self._calls, self)
         torch_events.listen(self, is_first=True)
         with _searches_lock:
             if not _searches:
@@ -98,22 +97,16 @@ class Locating(Listener):
             if not _searches:
                 _force_eager.close()
         torch_events.forget(self)
-        self._modules.detach()
+        door.forget(self._calls)
         self.settle()
 
     def suspend(self) -> None:
         """Lets ops run as usual until `resume`, where inference mode may end before that."""
         self._stack.suspend()
 
-    def resume(self, *, is_new: bool) -> None:
-        """Searches on after `suspend`, at the call of an outermost module.
-
-        Args:
-            is_new: the search began in this call, too late for `on_before_module` of that module.
-        """
+    def resume(self) -> None:
+        """Searches on after `suspend`, at the call of an outermost module."""
         self._stack.resume()
-        if is_new:
-            self._trace.thread.modules.append((None, False))
 
     def abandon(self) -> None:
         """Lets ops run as usual from now on."""

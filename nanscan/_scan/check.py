@@ -36,11 +36,11 @@ def check(x: torch.Tensor, *, moments: bool = False) -> ScanResult:
         tensor's current stream; the first one on a device loads the kernels. A tensor on a device
         without kernels is copied to the host.
     """
-    row = _C.scan_once(x, moments)
-    if not isinstance(row, int):
-        return ScanResult(row, tuple(x.shape), x.dtype, moments=moments)
+    result = _C.check(x, moments)
+    if result.__class__ is ScanResult:
+        return result
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - a subclass may redefine anything
-        return _check_other(x, row, moments=moments)
+        return _check_other(x, result, moments=moments)
 
 
 def _check_other(x: torch.Tensor, status: int, *, moments: bool) -> ScanResult:
@@ -105,21 +105,29 @@ def check_many(tensors: Any, *, moments: bool = False) -> Any:
 
     Synchronization: as for `check`.
     """
-    leaves, structure = pytree.tree_flatten(tensors)
-    rows = _C.scan_once_many(leaves, moments)
-    results: list[ScanResult | None] = []
-    for position, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
-        if leaf is None:
-            results.append(None)
-        elif not isinstance(row, int):
-            results.append(ScanResult(row, tuple(leaf.shape), leaf.dtype, moments=moments))
-        else:
-            try:
-                results.append(check(leaf, moments=moments))
-            except (TypeError, ValueError) as error:
-                where = pytree.keystr(pytree.tree_flatten_with_path(tensors)[0][position][0])
-                raise type(error)(f"{error} (at {where or 'the root'})") from None
-    return pytree.tree_unflatten(results, structure)
+    try:
+        return _C.check_tree(tensors, moments, _open, pytree.tree_unflatten)
+    except _WrongLeafError as wrong:
+        leaf, error = wrong.args
+    paths = pytree.tree_flatten_with_path(tensors)[0]
+    found = (pytree.keystr(path) or "the root" for path, other in paths if other is leaf)
+    where = next(found, "a leaf that its node makes anew")
+    raise type(error)(f"{error} (at {where})") from None
+
+
+class _WrongLeafError(Exception):
+    """What `check` raised for a leaf of a tree: the leaf, and the error."""
+
+
+def _open(x: Any, moments: bool) -> ScanResult | tuple[list[Any], pytree.TreeSpec]:
+    """An unusual leaf's result; a registered node's children, and how to make the node again."""
+    children, spec = pytree.tree_flatten(x, is_leaf=lambda child: child is not x)
+    if not spec.is_leaf():
+        return children, spec
+    try:
+        return check(x, moments=moments)
+    except (TypeError, ValueError) as error:
+        raise _WrongLeafError(x, error) from None
 
 
 def assert_finite(x: torch.Tensor, name: str | None = None) -> None:

@@ -5,7 +5,7 @@ import pytest
 from nanscan._collect.steps import END, NOTHING, Decision, StepTracker
 from nanscan._data.places import ModulePlace
 
-MODEL, OTHER = (ModulePlace(name, None, late_keywords=False) for name in ("model", "other"))
+MODEL, OTHER = (ModulePlace(name, None) for name in ("model", "other"))
 
 LOOK = Decision(look="always")
 AFRESH = Decision(look="always", restart=True)

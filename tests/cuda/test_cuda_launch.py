@@ -3,12 +3,15 @@
 Runs in a process of its own; test_cuda_fake_suite.py starts it.
 """
 
-from collections import Counter
+import copy
+import pickle
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import nanscan
 from helpers import cases, fake_cuda
@@ -35,6 +38,10 @@ if not fake_cuda.wanted():
     pytest.skip("test_cuda_fake_suite.py runs it, on the recording driver", allow_module_level=True)
 
 THREADS, LOADS = fake_cuda.constant("kThreads"), fake_cuda.constant("kLoads")
+
+
+def pickled(x):
+    return pickle.loads(pickle.dumps(x))
 
 
 # -- what a launch is given ------------------------------------------------------------------------
@@ -393,6 +400,46 @@ def test_checks_of_many(cuda, warm):
     assert names(cuda.calls()) == [ASK, CAPTURING, ASK, LAUNCH]
     assert results["b"][0].first_nonfinite == (10, 1)
     assert results["a"][1] is None
+
+
+class Named(NamedTuple):
+    """A pytree node that the core does not walk itself."""
+
+    x: object
+    y: object
+
+
+def test_checks_of_many_in_other_nodes_share_the_launch(cuda, warm):
+    """Its results can be read while the node is made again: the scans were started before."""
+    read = []
+
+    class Reader(dict):
+        pass
+
+    def make(results, _):
+        read.extend(result.nan_count for result in results)
+        return Reader(zip("ab", results, strict=True))
+
+    pytree.register_pytree_node(Reader, lambda node: (list(node.values()), None), make)
+    tree = (Named(warm.x, [OrderedDict(k=warm.x)]), Reader(a=warm.x, b=torch.zeros(5)))
+    results = nanscan.check_many(tree)
+    assert names(cuda.calls()).count(LAUNCH) == 1
+    assert type(results[0]) is Named
+    assert type(results[0].y[0]) is OrderedDict
+    assert read == [1, 0]
+    assert [r.nan_count for r in pytree.tree_leaves(results)[:2]] == [1, 1]
+
+
+@pytest.mark.parametrize("read_again", [pickled, copy.copy, copy.deepcopy])
+def test_a_copy_of_a_running_check_waits_for_it(read_again, cuda, warm):
+    result = nanscan.check(warm.x, moments=True)
+    assert result._pending is not None
+    copied = read_again(result)
+    assert copied._pending is None
+    assert result._pending is None
+    warm.x.zero_()
+    assert repr(copied) == repr(result)
+    assert copied.nan_count == 1
 
 
 def test_a_snapshot_is_one_copy_one_reset_and_one_event(cuda, warm):

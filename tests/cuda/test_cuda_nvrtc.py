@@ -198,9 +198,8 @@ def test_without_nvrtc_one_warning_says_what_to_do(core, no_nvrtc, caplog):
 
 def test_without_nvrtc_tensors_are_scanned_all_the_same(core, no_nvrtc, monkeypatch):
     monkeypatch.setattr(_C, "cuda_ordinal", lambda tensor: 0)
-    monkeypatch.setattr(
-        _C, "scan_once", lambda *_: _C.OTHER_DEVICE if core.refused else _C.UNPREPARED
-    )
+    for scan in ("check", "scan_once"):
+        monkeypatch.setattr(_C, scan, lambda *_: _C.OTHER_DEVICE if core.refused else _C.UNPREPARED)
     result = nanscan.check(torch.tensor([1.0, float("nan"), -3.0]))
     assert core.refused == [0]
     assert (result.nan_count, result.min, result.max) == (1, -3.0, 1.0)

@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,14 +76,30 @@ def build(tmp_path_factory):
     return program
 
 
+@pytest.fixture(scope="session")
+def said(build, request):
+    """A function from a program to its output. Those of the chosen tests run, one on each core."""
+
+    def run(kind, packed=None):
+        if packed is None:
+            return _run(build(f"test_simt-{kind}", kind))
+        small = ["--small", "--stories", 60] if kind == "tsan" else []
+        return _run(build(f"test_kernels-{kind}-{packed}", kind), *small)
+
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    programs = [tuple(item.callspec.params.values()) for item in here]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        outputs = {program: threads.submit(run, *program) for program in programs}
+        yield lambda *program: outputs[program].result()
+        threads.shutdown(cancel_futures=True)  # of tests that an early stop left out
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_harness(build, kind):
-    assert "all passed" in _run(build(f"test_simt-{kind}", kind))
+def test_harness(said, kind):
+    assert "all passed" in said(kind)
 
 
 @pytest.mark.parametrize("packed", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels(build, kind, packed):
-    small = ["--small", "--stories", 60] if kind == "tsan" else []
-    said = _run(build(f"test_kernels-{kind}-{packed}", kind), *small)
-    assert f"packed min and max {packed}" in said
+def test_kernels(said, kind, packed):
+    assert f"packed min and max {packed}" in said(kind, packed)

@@ -4,6 +4,7 @@ Everything about formats is said again here, in plain Python integers, so that a
 csrc/float_format.h or in nanscan._scan.reference cannot hide in its own mirror image.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -96,11 +97,18 @@ class Patterns:
         self.smallest_normal = 1 << mantissa
 
     def random_finite(self, n: int, seed: int = 0) -> np.ndarray:
-        """Uniform over the finite bit patterns, so over all exponents."""
-        rng = np.random.default_rng(seed)
-        magnitudes = rng.integers(0, self.max_finite, n, np.uint64, endpoint=True)
-        signs = rng.integers(0, 2, n, np.uint64) * np.uint64(self.sign)
-        return np.where(magnitudes == 0, np.uint64(0), magnitudes | signs)
+        """Uniform over the finite bit patterns, so over all exponents. Not to be written to."""
+        return _random_finite(self.max_finite, self.sign, n, seed)
+
+
+@functools.lru_cache(maxsize=16)  # a test of each layout asks for the same of its dtype
+def _random_finite(max_finite: int, sign: int, n: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    magnitudes = rng.integers(0, max_finite, n, np.uint64, endpoint=True)
+    signs = rng.integers(0, 2, n, np.uint64) * np.uint64(sign)
+    bits = np.where(magnitudes == 0, np.uint64(0), magnitudes | signs)
+    bits.flags.writeable = False
+    return bits
 
 
 def from_bits(bits: Sequence[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -211,7 +219,8 @@ def buffer(dtype: torch.dtype, content: Content, n: int = BUFFER) -> torch.Tenso
     n *= 2 if dtype.is_complex else 1
     if content.everywhere is None:
         return from_bits(Patterns(real_dtype(dtype)).random_finite(n), dtype)
-    return from_bits(np.resize(np.array(content.everywhere, np.uint64), n), dtype)
+    bits = np.array(content.everywhere, np.uint64)
+    return from_bits(np.tile(bits, n // len(bits) + 1)[:n], dtype)
 
 
 def fill(x: torch.Tensor, content: Content) -> torch.Tensor:

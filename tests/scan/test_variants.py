@@ -18,15 +18,36 @@ SELECTION = "not (cuda or large or parallel or definition or names_say or sums)"
 each_variant = pytest.mark.parametrize("variant", _C.variants())
 
 
-def run_python(*arguments, variant):
-    return subprocess.run(
+def start_python(*arguments, variant, stderr=subprocess.PIPE):
+    return subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, VARIABLE: variant},
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
-        check=False,
     )
+
+
+def run_python(*arguments, variant):
+    process = start_python(*arguments, variant=variant)
+    output, errors = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+
+@pytest.fixture(scope="module")
+def suites():
+    """The tests of the scan, with each variant but this process's: all at once."""
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SELECTION)
+    files = (str(HERE / "test_scan_oracle.py"), str(HERE / "test_patterns.py"))
+    processes = {
+        variant: start_python(*command, *files, variant=variant, stderr=subprocess.STDOUT)
+        for variant in _C.variants()
+        if variant != _C.variant()
+    }
+    yield processes
+    for process in processes.values():
+        process.kill()  # only if it still runs
 
 
 PRINT_VARIANT = "import nanscan; from nanscan import _C; print(_C.variant())"
@@ -49,16 +70,12 @@ def test_an_unknown_variant_in_the_environment_is_an_error():
 
 
 @each_variant
-def test_the_suite_passes_with_the_variant(variant):
+def test_the_suite_passes_with_the_variant(variant, suites):
     if variant == _C.variant():
         pytest.skip("this very run of the suite uses it")
-    result = run_python(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SELECTION),
-        *(str(HERE / "test_scan_oracle.py"), str(HERE / "test_patterns.py")),
-        variant=variant,
-    )
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    output, _ = suites[variant].communicate()
+    assert suites[variant].returncode == 0, output[-8000:]
+    assert " passed" in output
 
 
 def test_use_variant_refuses_an_unknown_name(use_variant):
