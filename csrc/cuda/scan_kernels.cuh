@@ -74,17 +74,24 @@ __device__ __forceinline__ uint64_t atomic_exchange(uint64_t* p, uint64_t value)
                     static_cast<unsigned long long>(value));
 }
 
+__device__ __forceinline__ uint64_t atomic_compare_exchange(uint64_t* p, uint64_t expected,
+                                                            uint64_t value) {
+  return atomicCAS(reinterpret_cast<unsigned long long*>(p),
+                   static_cast<unsigned long long>(expected),
+                   static_cast<unsigned long long>(value));
+}
+
 __device__ __forceinline__ void atomic_max(uint64_t* p, uint64_t value) {
   atomicMax(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(value));
 }
 
 // NOTES: `calls` and `pending` are one word, changed in one step. Its upper half, `pending`, holds
 // the number of blocks that are counted in and not yet out (20 bits, below 0 while block 0 is
-// late), and the number of calls counted since it was last 0 (12 bits). Block 0 of a call counts in
-// all its blocks, and the call; each block counts itself out. So the blocks return to 0 in any
-// order of them, also if several scans run into one row, and whoever brings them to 0 sees whether
-// his call was the only one: else its number cannot be told, as scans of several streams have no
-// order.
+// late), and the number of open calls (12 bits): those counted since it was last 0. Block 0 of a
+// call counts in all its blocks, and the call; each block counts itself out. So the blocks return to
+// 0 in any order of them, also if several scans run into one row, and the block that brings them to
+// 0 sees whether its call was the only one: else its number cannot be told, as scans of several
+// streams have no order.
 constexpr uint64_t kOneBlock = uint64_t{1} << 32;
 constexpr uint64_t kOneOpenCall = uint64_t{1} << 52;
 
@@ -94,6 +101,19 @@ __device__ __forceinline__ bool no_blocks(uint64_t calls_and_pending) {
 
 __device__ __forceinline__ uint64_t* calls_and_pending(Row* row) {
   return reinterpret_cast<uint64_t*>(&row->calls);
+}
+
+// Called when no block was left, and the word was `seen`: no call is open now. If another scan has
+// begun, its last block closes all of them. Returns whether none has.
+__device__ inline bool close_calls(Row* row, const uint64_t seen) {
+  uint64_t current = seen;
+  for (;;) {
+    const uint64_t closed = current & (kOneOpenCall - 1);
+    const uint64_t found = atomic_compare_exchange(calls_and_pending(row), current, closed);
+    if (found == current) return current == seen;
+    if (!no_blocks(found)) return false;
+    current = found;
+  }
 }
 
 // Whether no other scan into the row runs: asked by a scan of one block.
@@ -573,7 +593,7 @@ __device__ inline void send_to_mirror(Row* row) {
   mirror[kArrivedWord] = 1;
 }
 
-// Called when no block is left. `first_bad` is of the calls since this was last so; `call` is 0 if
+// Called when no block was left. `first_bad` is of the calls since this was last so; `call` is 0 if
 // they were several.
 __device__ inline void conclude(Row* row, uint32_t* tickets, uint64_t first_bad, uint32_t call) {
   if (first_bad == 0 || has_ticket(row)) return;
@@ -615,11 +635,13 @@ __device__ inline void publish(const Totals<kMoments>& found, const Call& call, 
   const uint64_t after = atomic_add(calls_and_pending(row), change) + change;
   if (!no_blocks(after)) return;
   __threadfence();  // what the others wrote
-  const uint64_t open_calls = after / kOneOpenCall;
-  atomic_add(calls_and_pending(row), 0 - open_calls * kOneOpenCall);
   uint64_t first_bad = row->call_first_bad;
-  if (first_bad) first_bad = atomic_exchange(&row->call_first_bad, 0);
-  conclude(row, call.tickets, first_bad, open_calls == 1 ? static_cast<uint32_t>(after) : 0);
+  if (first_bad) {
+    first_bad = atomic_exchange(&row->call_first_bad, 0);
+    __threadfence();  // before a call that begins now could be taken for this one
+  }
+  const bool only_call = close_calls(row, after) && after / kOneOpenCall == 1;
+  conclude(row, call.tickets, first_bad, only_call ? static_cast<uint32_t>(after) : 0);
   if (!call.mirrored) return;
   __threadfence();
   send_to_mirror(row);
