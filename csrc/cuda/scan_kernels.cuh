@@ -88,9 +88,9 @@ __device__ __forceinline__ void atomic_max(uint64_t* p, uint64_t value) {
 // NOTES: `calls` and `pending` are one word, changed in one step. Its upper half, `pending`, holds
 // the number of blocks that are counted in and not yet out (20 bits, below 0 while block 0 is
 // late), and the number of open calls (12 bits): those counted since it was last 0. Block 0 of a
-// call counts in all its blocks, and the call; each block counts itself out. So the blocks return to
-// 0 in any order of them, also if several scans run into one row, and the block that brings them to
-// 0 sees whether its call was the only one: else its number cannot be told, as scans of several
+// call counts in all its blocks, and the call; each block counts itself out. So the blocks return
+// to 0 in any order of them, also if several scans run into one row, and the block that brings them
+// to 0 sees whether its call was the only one: else its number cannot be told, as scans of several
 // streams have no order.
 constexpr uint64_t kOneBlock = uint64_t{1} << 32;
 constexpr uint64_t kOneOpenCall = uint64_t{1} << 52;
