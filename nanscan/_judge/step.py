@@ -126,7 +126,7 @@ class StepVerdicts:
             return bool((sources | inside) & self._earlier - {row})
         if node.kind is Kind.PARAM and isinstance(place, ParameterPlace):
             return bool(place.grad.sources & self._earlier)
-        is_first = self._record.rows[row]["first_bad_call"] == 1  # else: after clipping
+        is_first = self._record.rows[row]["first_bad_call"] == 1  # else: clipped, or not known
         if node.kind is Kind.GRAD and is_first and place.parent is not None:
             gradients = self._gradients_of(place.parent)
             if gradients:  # what its backward was given is known
