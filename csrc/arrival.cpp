@@ -70,11 +70,10 @@ std::vector<int> Arrival::merge_into(Row* rows, uint64_t* order) {
       const Row& arrived = copy->rows()[i];
       if (arrived.calls == 0) continue;
       if (order[i] == 0 && graphs_) order[i] = graph_order_[i];
-      if (arrived.ticket != 0 && rows[i].ticket == 0) {
-        devices.back().push_back({arrived.ticket, i, batches_[i]});
-        describe_bad_call(i, arrived.first_bad_call);
-      }
+      const bool goes_bad = arrived.ticket != 0 && rows[i].ticket == 0;
+      if (goes_bad) devices.back().push_back({arrived.ticket, i, batches_[i]});
       merge_rows(arrived, rows[i]);
+      if (goes_bad) describe_bad_call(i, rows[i]);
     }
   }
   number_tickets(devices, order, rows);
@@ -85,13 +84,18 @@ std::vector<int> Arrival::merge_into(Row* rows, uint64_t* order) {
   return notable;
 }
 
-// The description becomes that of the first bad call: the first one that reaches as far as it.
-void Arrival::describe_bad_call(int row, uint32_t first_bad_call) {
-  const auto found = earlier_.find(row);
+// The description becomes that of the first bad call: the first one that reaches as far as it. If
+// the call is not known, nor is the shape that the index is of.
+void Arrival::describe_bad_call(int i, Row& row) {
+  const auto found = earlier_.find(i);
   if (found == earlier_.end()) return;
+  if (row.first_bad_call == 0) {
+    row.first_bad = 0;
+    return;
+  }
   for (const auto& [last_call, description] : found->second)
-    if (first_bad_call <= last_call) {
-      descriptions_[row] = description;
+    if (row.first_bad_call <= last_call) {
+      descriptions_[i] = description;
       return;
     }
 }

@@ -32,7 +32,7 @@ class Arrival {
   int size() const { return static_cast<int>(descriptions_.size()); }
 
  private:
-  void describe_bad_call(int row, uint32_t first_bad_call);
+  void describe_bad_call(int i, Row& row);
 
   std::vector<std::unique_ptr<cuda::Copy>> copies_;
   const bool graphs_;

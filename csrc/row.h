@@ -24,8 +24,9 @@ enum class Merge : uint8_t {
 //   min_key         ~key of the smallest finite value
 //   first_bad       ~(row-major index) of the first non-finite element of the first bad call
 //   calls           scans merged into this row
-//   pending         while a CUDA scan runs: its blocks that are not done
-//   first_bad_call  the call, counted from 1, that first saw something non-finite
+//   pending         while a CUDA scan runs: not 0 (scan_kernels.cuh)
+//   first_bad_call  the call, counted from 1, that first saw something non-finite; 0 if several
+//                   scans ran into the row at that time on a CUDA device: they have no order
 //   ticket          the order in which the rows of a device went bad; 0: all values finite
 //   sum .. subnormals   over finite values, only when moments are asked for; zeros of both signs,
 //                   subnormals of the tensor's own dtype

@@ -48,13 +48,81 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
 #endif
 }
 
+// The same where `wanted`, else zeros. Predicated: no load waits for another's data.
+__device__ __forceinline__ uint4 load_streaming_if(bool wanted, const uint4* p) {
+#ifdef __CUDA_ARCH__
+  uint4 v;
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\tsetp.ne.u32 wanted, %5, 0;\n\t"
+      "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
+      "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<uint32_t>(wanted)));
+  return v;
+#else
+  return wanted ? *p : uint4{0, 0, 0, 0};
+#endif
+}
+
 __device__ __forceinline__ uint64_t atomic_add(uint64_t* p, uint64_t value) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(p),
                    static_cast<unsigned long long>(value));
 }
 
+__device__ __forceinline__ uint64_t atomic_exchange(uint64_t* p, uint64_t value) {
+  return atomicExch(reinterpret_cast<unsigned long long*>(p),
+                    static_cast<unsigned long long>(value));
+}
+
+__device__ __forceinline__ uint64_t atomic_compare_exchange(uint64_t* p, uint64_t expected,
+                                                            uint64_t value) {
+  return atomicCAS(reinterpret_cast<unsigned long long*>(p),
+                   static_cast<unsigned long long>(expected),
+                   static_cast<unsigned long long>(value));
+}
+
 __device__ __forceinline__ void atomic_max(uint64_t* p, uint64_t value) {
   atomicMax(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(value));
+}
+
+// NOTES: `calls` and `pending` are one word, changed in one step. Its upper half, `pending`, holds
+// the number of blocks that are counted in and not yet out (20 bits, below 0 while block 0 is
+// late), and the number of open calls (12 bits): those counted since it was last 0. Block 0 of a
+// call counts in all its blocks, and the call; each block counts itself out. So the blocks return
+// to 0 in any order of them, also if several scans run into one row, and the block that brings them
+// to 0 sees whether its call was the only one: else its number cannot be told, as scans of several
+// streams have no order.
+constexpr uint64_t kOneBlock = uint64_t{1} << 32;
+constexpr uint64_t kOneOpenCall = uint64_t{1} << 52;
+
+__device__ __forceinline__ bool no_blocks(uint64_t calls_and_pending) {
+  return (calls_and_pending & (kOneOpenCall - kOneBlock)) == 0;
+}
+
+__device__ __forceinline__ uint64_t* calls_and_pending(Row* row) {
+  return reinterpret_cast<uint64_t*>(&row->calls);
+}
+
+// Called when no block was left, and the word was `seen`: no call is open now. If another scan has
+// begun, its last block closes all of them. Returns whether none has.
+__device__ inline bool close_calls(Row* row, const uint64_t seen) {
+  uint64_t current = seen;
+  for (;;) {
+    const uint64_t closed = current & (kOneOpenCall - 1);
+    const uint64_t found = atomic_compare_exchange(calls_and_pending(row), current, closed);
+    if (found == current) return current == seen;
+    if (!no_blocks(found)) return false;
+    current = found;
+  }
+}
+
+// Whether no other scan into the row runs: asked by a scan of one block.
+__device__ __forceinline__ bool runs_alone(Row* row) {
+#ifdef __CUDA_ARCH__
+  return no_blocks(*static_cast<const volatile uint64_t*>(calls_and_pending(row)));
+#else
+  return no_blocks(__atomic_load_n(calls_and_pending(row), __ATOMIC_RELAXED));
+#endif
 }
 
 // Whether the row went bad in an earlier scan. Other blocks or streams may set it at the same time.
@@ -255,18 +323,97 @@ struct FloatLanes {
   }
 };
 
-template <typename Format, bool kPacked>
+// Extremes of 8-bit formats: a byte is compared as the upper byte of a bfloat16. A word has its odd
+// bytes there, and shifted by 8 its even ones. The byte below only breaks ties, or makes a bfloat16
+// NaN of 0x7f or 0xff: a NaN as 0x7fff, whose upper byte is a NaN of these formats too. In fnuz
+// formats 0x7f and 0xff are finite, so there the byte below is cleared; and their only NaN, 0x80,
+// is no extreme, so it is looked for by itself.
+template <typename Format>
+struct ByteLanes {
+  using Pair = FloatLanes<FormatOf<DType::kBFloat16>>;
+  using Key = int32_t;
+  static constexpr bool kFnuz = Format::kFamily == Family::kFnuz;
+  // Carries into the sign bit exactly when the upper byte is not finite.
+  static constexpr uint32_t kToSign = (0x8000u - ((Format::kMaxFinite + 1u) << 8)) * 0x00010001u;
+
+  Pair pair;
+  uint32_t nan_signs = 0;  // fnuz: the sign bits of NaNs; other bits mean nothing
+
+  __device__ __forceinline__ void fold_word(uint32_t word) {
+    if constexpr (kFnuz) {
+      nan_signs |= word & ~((word & 0x7f7f7f7fu) + 0x7f7f7f7fu);
+      pair.fold_word(word & 0xff00ff00u);
+      pair.fold_word((word << 8) & 0xff00ff00u);
+    } else {
+      pair.fold_word(word);
+      pair.fold_word(word << 8);
+    }
+  }
+
+  __device__ __forceinline__ void fold(const uint4& v) {
+    fold_word(v.x);
+    fold_word(v.y);
+    fold_word(v.z);
+    fold_word(v.w);
+  }
+
+  __device__ __forceinline__ void start(const uint4& v) {
+    pair.min_word = pair.max_word = kFnuz ? v.x & 0xff00ff00u : v.x;
+    nan_signs = 0;
+    fold(v);
+  }
+
+  __device__ __forceinline__ void merge(const ByteLanes& other) {
+    pair.merge(other.pair);
+    nan_signs |= other.nan_signs;
+  }
+
+  __device__ __forceinline__ bool shows_nonfinite() const {
+    if constexpr (kFnuz) return (nan_signs & 0x80808080u) != 0;
+    return ((((pair.min_word & ~Pair::kSign) + kToSign) |
+             ((pair.max_word & ~Pair::kSign) + kToSign)) &
+            Pair::kSign) != 0;
+  }
+
+  // Of a bfloat16 pattern. Without any element these are infinities: the key of -Inf is below every
+  // finite one.
+  __device__ __forceinline__ static Key key(uint32_t half) {
+    const Key bits = static_cast<int16_t>(half);
+    return (bits >= 0 ? bits : kFnuz ? -(bits & 0x7fff) : ~(bits & 0x7fff)) >> 8;
+  }
+
+  __device__ __forceinline__ Key max_key() const {
+    const Key low = key(pair.max_word), high = key(pair.max_word >> 16);
+    return high > low ? high : low;
+  }
+
+  __device__ __forceinline__ Key min_key() const {
+    const Key low = key(pair.min_word), high = key(pair.min_word >> 16);
+    return high < low ? high : low;
+  }
+};
+
+// On packed min and max if the hardware has them.
+template <typename Format, int kWidth>
 struct LanesOf {
   using type = IntegerLanes<Format>;
 };
 #if NANSCAN_PACKED_MINMAX
 template <typename Format>
-struct LanesOf<Format, true> {
+struct LanesOf<Format, 8> {
+  using type = ByteLanes<Format>;
+};
+template <typename Format>
+struct LanesOf<Format, 16> {
+  using type = FloatLanes<Format>;
+};
+template <typename Format>
+struct LanesOf<Format, 32> {
   using type = FloatLanes<Format>;
 };
 #endif
 template <typename Format>
-using Lanes = typename LanesOf<Format, Format::kWidth == 16 || Format::kWidth == 32>::type;
+using Lanes = typename LanesOf<Format, Format::kWidth>::type;
 
 // ---- level 2 -----------------------------------------------------------------------------------
 
@@ -305,14 +452,14 @@ __device__ __forceinline__ uint64_t divide(uint64_t& n, uint64_t divisor) {
 
 // The row-major index of an element, from its position in walk order.
 struct SameIndex {
-  static constexpr bool kFree = true;
+  __device__ __forceinline__ bool is_free() const { return true; }
   __device__ __forceinline__ uint64_t operator()(uint64_t place) const { return place; }
 };
 
 struct MappedIndex {
-  static constexpr bool kFree = false;
   const IndexDim* dims;  // slowest first
   uint32_t count;        // 0: both orders are the same
+  __device__ __forceinline__ bool is_free() const { return count == 0; }
   __device__ __forceinline__ uint64_t operator()(uint64_t place) const {
     if (count == 0) return place;
     uint64_t index = 0;
@@ -397,7 +544,7 @@ struct Found {
       totals.posinf += positive;
       totals.neginf += negative;
       totals.nan += !positive && !negative;
-      if (Index::kFree || !has_ticket(row)) {  // else the index is not needed; it costs divisions
+      if (index.is_free() || !has_ticket(row)) {  // else it is not needed, and costs divisions
         const uint64_t complement = ~index(place);
         totals.first = complement > totals.first ? complement : totals.first;
       }
@@ -446,19 +593,21 @@ __device__ inline void send_to_mirror(Row* row) {
   mirror[kArrivedWord] = 1;
 }
 
-// One thread calls this once in a scan, after all blocks. `first_bad` is of this call.
-__device__ inline void conclude(Row* row, uint32_t* tickets, uint64_t first_bad, uint32_t calls) {
+// Called when no block was left. `first_bad` is of the calls since this was last so; `call` is 0 if
+// they were several.
+__device__ inline void conclude(Row* row, uint32_t* tickets, uint64_t first_bad, uint32_t call) {
   if (first_bad == 0 || has_ticket(row)) return;
   uint32_t ticket = atomicAdd(tickets, 1u) + 1;
   if (ticket == 0) ticket = atomicAdd(tickets, 1u) + 1;  // 0 means "none", also after 2^32 of them
   if (atomicCAS(&row->ticket, 0u, ticket) != 0) return;  // another stream also scans into this row
   row->first_bad = first_bad;
-  row->first_bad_call = calls;
+  row->first_bad_call = call;
 }
 
-// Merges the counts of a block into the row. One thread of each block calls this.
+// Merges the counts of a block into the row. One thread of each block calls this. `alone`: the scan
+// has one block, and found no other scan running into its row.
 template <bool kMoments>
-__device__ inline void publish(const Totals<kMoments>& found, const Call& call) {
+__device__ inline void publish(const Totals<kMoments>& found, const Call& call, bool alone) {
   Row* row = call.row;
   if (found.max_key) {
     atomic_max(&row->max_key, found.max_key);
@@ -475,29 +624,24 @@ __device__ inline void publish(const Totals<kMoments>& found, const Call& call) 
   }
   if (call.block == 0) atomic_add(&row->elements, call.elements);
 
-  // NOTES: `calls` and `pending` are one word, so that the block that counts down to zero also
-  // knows the number of this call. Block 0 adds the call and all blocks in one step. So the count
-  // returns to zero in any order of blocks, also if two streams scan into one row.
-  uint64_t* const calls_and_pending = reinterpret_cast<uint64_t*>(&row->calls);
-  uint64_t change = ~uint64_t{0} << 32;  // one block less
-  if (call.block == 0) change += static_cast<uint64_t>(call.blocks) << 32 | 1;
-  uint64_t first_bad = found.first;
-  if (call.blocks == 1 && !first_bad && !call.mirrored) {
-    atomic_add(calls_and_pending, change);
+  if (alone && !found.first && !call.mirrored) {  // nobody waits for this block, nor it for others
+    atomic_add(calls_and_pending(row), 1);
     return;
   }
-  if (call.blocks > 1) {
-    if (first_bad) atomic_max(&row->call_first_bad, first_bad);
-    if (first_bad || call.mirrored) __threadfence();  // before this block is counted out
+  uint64_t change = 0 - kOneBlock;
+  if (call.block == 0) change += call.blocks * kOneBlock + kOneOpenCall + 1;
+  if (found.first) atomic_max(&row->call_first_bad, found.first);
+  if (found.first || call.mirrored) __threadfence();  // before this block is counted out
+  const uint64_t after = atomic_add(calls_and_pending(row), change) + change;
+  if (!no_blocks(after)) return;
+  __threadfence();  // what the others wrote
+  uint64_t first_bad = row->call_first_bad;
+  if (first_bad) {
+    first_bad = atomic_exchange(&row->call_first_bad, 0);
+    __threadfence();  // before a call that begins now could be taken for this one
   }
-  const uint64_t after = atomic_add(calls_and_pending, change) + change;
-  if (after >> 32 != 0) return;
-  if (call.blocks > 1) {
-    __threadfence();  // what the others wrote
-    first_bad = row->call_first_bad;
-    if (first_bad) row->call_first_bad = 0;
-  }
-  conclude(row, call.tickets, first_bad, static_cast<uint32_t>(after));
+  const bool only_call = close_calls(row, after) && after / kOneOpenCall == 1;
+  conclude(row, call.tickets, first_bad, only_call ? static_cast<uint32_t>(after) : 0);
   if (!call.mirrored) return;
   __threadfence();
   send_to_mirror(row);
@@ -510,6 +654,8 @@ __device__ inline void finish(Totals<kMoments> found, const Call& call) {
     alignas(Totals<kMoments>) unsigned char of[kWarps][sizeof(Totals<kMoments>)];
   };
   NANSCAN_SHARED(Warps, warps);  // as bytes: shared memory has no constructors
+  // Read here, so that what follows hides the latency.
+  const bool alone = threadIdx.x == 0 && call.blocks == 1 && runs_alone(call.row);
   found.merge_warp();
   if (threadIdx.x % 32 == 0) memcpy(warps.of[threadIdx.x / 32], &found, sizeof found);
   __syncthreads();
@@ -520,7 +666,7 @@ __device__ inline void finish(Totals<kMoments> found, const Call& call) {
     memcpy(&other, warps.of[i], sizeof other);
     found.merge(other);
   }
-  publish(found, call);
+  publish(found, call, alone);
 }
 
 // ---- flat memory -------------------------------------------------------------------------------
@@ -549,7 +695,9 @@ __device__ __forceinline__ void scan_vectors(const uint4* p, uint64_t step, int 
     uint4 v[kLoads];
     v[0] = load_streaming(p);
 #pragma unroll
-    for (int j = 1; j < kLoads; ++j) v[j] = j < valid ? load_streaming(p + j * step) : v[0];
+    for (int j = 1; j < kLoads; ++j) v[j] = load_streaming_if(j < valid, p + j * step);
+#pragma unroll
+    for (int j = 1; j < kLoads; ++j) v[j] = j < valid ? v[j] : v[0];
     Lanes<Format> tile;
     tile.start(v[0]);
 #pragma unroll

@@ -85,7 +85,11 @@ class ScanResult(_C.ResultBase):
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:
-        """Index of the first non-finite element in row-major order, or None if all are finite."""
+        """Index of the first non-finite element in row-major order, or None if all are finite.
+
+        Of several calls it is in the first bad one. None, too, if their shapes differ and scans
+        of several CUDA streams overlapped: the call is not known then.
+        """
         if self._first_bad == 0:
             return None
         flat = self._first_bad ^ _ALL

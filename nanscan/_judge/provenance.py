@@ -203,7 +203,7 @@ class Provenance:
         if node.kind is Kind.BUFFER and isinstance(place.parent, ModulePlace):
             inputs = place.parent.input_sources()
             return (inputs & self._known) if inputs else self._all_live()
-        is_first = self._record.rows[row]["first_bad_call"] == 1  # else: after clipping
+        is_first = self._record.rows[row]["first_bad_call"] == 1  # else: clipped, or not known
         if node.kind is Kind.GRAD and is_first and place.parent is not None:
             gradients = self._gradients_of(place.parent)
             if gradients:  # what its backward was given is known

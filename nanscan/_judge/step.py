@@ -202,9 +202,9 @@ class StepVerdicts:
         return [int(r) for r in earlier[np.argsort(order[earlier])][-_BEFORE:]]
 
     def _between(self, row: int) -> tuple[Site, Site] | None:
-        """None, too, for a later call of a place: the order known is that of first calls."""
+        """None, too, unless it was a place's first call: the order known is that of first calls."""
         before, nodes = self._rows_before(row), self._record.nodes
-        if not before or self._record.rows[row]["first_bad_call"] > 1:
+        if not before or self._record.rows[row]["first_bad_call"] != 1:
             return None
         return nodes[before[-1]].site, nodes[row].site
 

@@ -3,6 +3,7 @@
 Runs in a process of its own; test_cuda_fake_suite.py starts it.
 """
 
+import ctypes
 import gc
 import threading
 import time
@@ -25,6 +26,7 @@ from helpers.fake_cuda import (
 )
 from helpers.models import NAN
 from nanscan import _C
+from nanscan._data.row import ROW
 
 if not fake_cuda.wanted():
     pytest.skip("test_cuda_fake_suite.py runs it, on the recording driver", allow_module_level=True)
@@ -209,6 +211,24 @@ def test_the_first_bad_element_is_told_in_the_shape_of_its_call(bad_call, laggin
     last = with_nan(2, 9)
     table.scan(last, row)
     assert take(table).read().describe(row) == ("float32", (2, 9))  # no step knows another's
+
+
+@pytest.mark.parametrize("shapes", [[(4, 6), (4, 6)], [(4, 6), (3, 7)], [(3, 7), (4, 6), (30,)]])
+def test_a_bad_call_that_is_not_known_gives_no_index_of_another_shape(shapes, lagging, table):
+    """As scans of several streams leave a row that went bad while they overlapped."""
+    row, alive = table.add_row(), [with_nan(*shape, at=17) for shape in shapes]
+    for x in alive:
+        table.scan(x, row)
+    lagging.progress()
+    (address,) = {call.scan.row for call in lagging.calls() if call.function == LAUNCH}
+    ctypes.c_uint32.from_address(address + ROW.fields["first_bad_call"][1]).value = 0
+    found = take(table).read()
+    assert (found[row]["first_bad_call"], found[row]["ticket"]) == (0, 1)
+    assert found.notable == [row]
+    dtype, shape = found.describe(row)
+    assert shape == shapes[-1]  # the latest
+    index = (2, 5) if len(set(shapes)) == 1 else None
+    assert nanscan.ScanResult(found[row], shape, getattr(torch, dtype)).first_nonfinite == index
 
 
 def test_other_dtypes_in_one_step(lagging, table):

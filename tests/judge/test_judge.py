@@ -26,6 +26,8 @@ from helpers.models import (
     verdicts,
 )
 from nanscan import Site
+from nanscan._judge import episode
+from nanscan._judge.step import StepVerdicts
 
 enable = functools.partial(enable, action="log")
 
@@ -81,6 +83,25 @@ def test_a_function_between_two_modules(scope):
     first = monitor.findings[0]
     assert (str(first.site), first.verdict) == ("fc2 input[0]", "origin")
     assert first.between == (Site("fc1", "output"), Site("fc2", "input", "[0]"))
+    assert verdicts(monitor)[1:] == [(0, "fc2 output", "propagated")]
+
+
+@SCOPES
+def test_no_sites_are_named_around_a_call_that_is_not_known(scope, monkeypatch):
+    """As scans of several streams leave a row that went bad while they overlapped."""
+
+    class Judged(StepVerdicts):
+        def __init__(self, record, *arguments):
+            record.rows["first_bad_call"] = 0
+            super().__init__(record, *arguments)
+
+    monkeypatch.setattr(episode, "StepVerdicts", Judged)
+    model = Gap(lambda x: (x - x) / (x - x))
+    monitor = enable(scope, model)
+    infer(model, batch())
+    first = monitor.findings[0]
+    assert (str(first.site), first.verdict) == ("fc2 input[0]", "origin")
+    assert first.between is None
     assert verdicts(monitor)[1:] == [(0, "fc2 output", "propagated")]
 
 

@@ -18,6 +18,9 @@ namespace simt_test {
 // As nanscan_flat_float32, of the block `block` of `blocks`, wherever it is in the grid.
 void flat_float32(const nanscan::cuda::FlatScan& scan, unsigned block, unsigned blocks);
 
+// A row with what one thread finds in one vector of 16 bytes.
+nanscan::Row scan_vector(nanscan::DType dtype, const void* vector);
+
 extern const int kPackedMinMax;  // NANSCAN_PACKED_MINMAX
 
 }  // namespace simt_test

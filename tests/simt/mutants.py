@@ -50,9 +50,10 @@ SHARED_WRITE = (
     "  if (threadIdx.x % 32 == 0) memcpy(warps.of[threadIdx.x / 32], &found, sizeof found);\n"
 )
 FENCE_BEFORE = (
-    "    if (first_bad || call.mirrored) __threadfence();  // before this block is counted out\n"
+    "  if (found.first || call.mirrored) __threadfence();  // before this block is counted out\n"
 )
-BLOCK_MAX = "    if (first_bad) atomic_max(&row->call_first_bad, first_bad);\n"
+BLOCK_MAX = "  if (found.first) atomic_max(&row->call_first_bad, found.first);\n"
+COUNT_IN = "change += call.blocks * kOneBlock + kOneOpenCall + 1"
 SYSTEM_FENCE = (
     "  __threadfence_system();  // before the host may use the row again, on any stream\n"
 )
@@ -102,7 +103,7 @@ MUTANTS = [
     Mutant(
         "no fence before a bad block is counted out",
         FENCE_BEFORE,
-        FENCE_BEFORE.replace("first_bad || ", ""),
+        FENCE_BEFORE.replace("found.first || ", ""),
     ),
     Mutant(
         "no fence before a block with a mirror is counted out",
@@ -112,7 +113,7 @@ MUTANTS = [
     Mutant("the fence comes too early", BLOCK_MAX + FENCE_BEFORE, FENCE_BEFORE + BLOCK_MAX),
     Mutant(
         "no fence before the last block reads",
-        "    __threadfence();  // what the others wrote\n",
+        "  __threadfence();  // what the others wrote\n",
         "",
     ),
     Mutant(
@@ -123,15 +124,26 @@ MUTANTS = [
     ),
     Mutant(
         "a count of blocks is off by one",
-        "static_cast<uint64_t>(call.blocks) << 32 | 1",
-        "static_cast<uint64_t>(call.blocks - 1) << 32 | 1",
+        COUNT_IN,
+        COUNT_IN.replace("call.blocks", "(call.blocks - 1)"),
     ),
     Mutant(
         "every block counts a call",
-        "change = ~uint64_t{0} << 32;  // one block less",
-        "change = (~uint64_t{0} << 32) + (call.block != 0);",
+        "uint64_t change = 0 - kOneBlock;",
+        "uint64_t change = (call.block != 0) - kOneBlock;",
     ),
-    Mutant("call_first_bad is left behind", "    if (first_bad) row->call_first_bad = 0;\n", ""),
+    Mutant(
+        "call_first_bad is left behind",
+        "first_bad = atomic_exchange(&row->call_first_bad, 0);",
+        "first_bad = row->call_first_bad;",
+    ),
+    Mutant("calls of several streams are taken for one", " && after / kOneOpenCall == 1", ""),
+    Mutant(
+        "open calls are closed in a second step",
+        "const bool only_call = close_calls(row, after) && after",
+        "atomic_add(calls_and_pending(row), 0 - after / kOneOpenCall * kOneOpenCall);\n"
+        "  const bool only_call = after",
+    ),
     Mutant(
         "a ticket is taken twice",
         "if (first_bad == 0 || has_ticket(row)) return;",
@@ -155,6 +167,7 @@ MUTANTS = [
     ),
     Mutant("a vector past the end", "i + valid * step < left", "i + valid * step <= left"),
     Mutant("a misaligned vector load", HEAD, "  (void)skew;\n  uint64_t head = 0;\n"),
+    Mutant("a load that is left out counts", "v[j] = j < valid ? v[j] : v[0];", ";"),
     Mutant("no tail", TAIL, ""),
     Mutant("the head is one too long", "threadIdx.x < head", "threadIdx.x <= head"),
     Mutant(
@@ -194,6 +207,18 @@ MUTANTS = [
         "max_key() > Format::kMaxFinite || min_key() < Format::kMinFinite",
         "max_key() > Format::kMaxFinite",
         policy=0,
+    ),
+    Mutant("every other byte is left out", "      pair.fold_word(word << 8);\n", ""),
+    Mutant(
+        "the byte below makes a NaN of a finite fnuz byte",
+        "pair.fold_word(word & 0xff00ff00u);",
+        "pair.fold_word(word);",
+    ),
+    Mutant("a NaN of fnuz does not show", "(nan_signs & 0x80808080u) != 0", "false"),
+    Mutant(
+        "the byte below orders negative extremes",
+        "~(bits & 0x7fff)) >> 8",
+        "-(bits & 0x7fff)) >> 8",
     ),
     Mutant(
         "extremes of no finite element",

@@ -107,8 +107,9 @@ class ExpectedRow {
   // Ends a scan. Returns whether it takes a ticket.
   bool end_scan() {
     ++calls_;
-    const bool first = scan_is_bad_ && first_bad_call_ == 0;
+    const bool first = scan_is_bad_ && !is_bad_;
     if (first) {
+      is_bad_ = true;
       first_bad_ = scan_first_bad_;
       first_bad_call_ = calls_;
     }
@@ -134,7 +135,7 @@ class ExpectedRow {
     report.compare("neginf", row.neginf, neginf_);
     report.compare("max_key", row.max_key, has_finite_ ? key_of(max_) : 0);
     report.compare("min_key", row.min_key, has_finite_ ? ~key_of(min_) : 0);
-    report.compare("first_bad", row.first_bad, first_bad_call_ ? ~first_bad_ : 0);
+    report.compare("first_bad", row.first_bad, is_bad_ ? ~first_bad_ : 0);
     report.compare("calls", row.calls, calls_);
     report.compare("pending", static_cast<uint32_t>(row.pending), 0);
     report.compare("first_bad_call", row.first_bad_call, first_bad_call_);
@@ -175,6 +176,7 @@ class ExpectedRow {
   uint64_t elements_ = 0, nan_ = 0, posinf_ = 0, neginf_ = 0;
   bool has_finite_ = false;
   double max_ = 0, min_ = 0;
+  bool is_bad_ = false;
   uint64_t first_bad_ = 0;
   uint32_t calls_ = 0, first_bad_call_ = 0, ticket_ = 0;
   long double sum_ = 0, sum_of_magnitudes_ = 0, sumsq_ = 0;

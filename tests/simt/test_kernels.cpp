@@ -504,6 +504,29 @@ void test_every_place() {
   }
 }
 
+// All pairs of bytes, each byte above the other and below it: packed min and max take two at a
+// time.
+void test_every_pair_of_bytes() {
+  for (const Format& format : kFormats) {
+    if (format.bytes != 1) continue;
+    if (!begin_case(1, "every pair of bytes, " + std::string(format.name))) continue;
+    for (int a = 0; a < 256; ++a)
+      for (int b = 0; b < 256; ++b) {
+        alignas(kVectorBytes) uint8_t vector[kVectorBytes];
+        ExpectedRow expected;
+        for (uint64_t i = 0; i < kVectorBytes; ++i) {
+          vector[i] = static_cast<uint8_t>(i % 2 == i / 8 ? a : b);
+          expected.element(decode(format, vector[i]), i, 1, false);
+        }
+        if (expected.end_scan()) expected.set_ticket(1);
+        const std::string differences =
+            expected.differences(simt_test::scan_vector(format.dtype, vector));
+        if (!differences.empty())
+          fail("bytes " + std::to_string(a) + " and " + std::to_string(b) + ":" + differences);
+      }
+  }
+}
+
 void test_calls_into_one_row() {
   for (const Format& format : kFormats)
     for (int bad_call = 0; bad_call < 4; ++bad_call)
@@ -614,6 +637,86 @@ void test_two_streams() {
     }
 }
 
+// Calls one after another on each of several streams, all into one row, with the blocks of a call
+// in any order: the number of the first bad call must be one that a bad call can have had. In every
+// other turn only one block runs at a time, so that a stream can be far ahead of another.
+void test_streams_of_calls() {
+  if (simt::under_tsan()) return;
+  struct Call {
+    Tensor tensor;
+    bool bad;
+    unsigned blocks;
+  };
+  struct Step {
+    const Call* call;
+    unsigned block;
+  };
+  for (const unsigned streams : {1, 2, 3})
+    for (int turn = 0; turn < 400; ++turn) {
+      if (!begin_case(3,
+                      std::to_string(streams) + " streams of calls, turn " + std::to_string(turn)))
+        continue;
+      Random random(cases);
+      std::vector<std::vector<Call>> calls(streams);
+      std::vector<std::vector<Step>> steps(streams);
+      uint32_t count = 0;
+      for (unsigned stream = 0; stream < streams; ++stream) {
+        const uint64_t length = random.between(1, 4);
+        calls[stream].reserve(length);  // steps point there
+        for (uint64_t i = 0; i < length; ++i, ++count) {
+          const uint64_t elements = random.between(1, 3000);
+          calls[stream].push_back({Tensor(kFormats[2], flat(elements)), random.one_in(3),
+                                   static_cast<unsigned>(random.between(1, 3))});
+          Call& call = calls[stream].back();
+          call.tensor.fill(Contents::kNarrow, random);
+          if (call.bad) call.tensor.set_bad(random.below(elements), 0, random);
+          for (unsigned block = 0; block < call.blocks; ++block)
+            steps[stream].push_back({&call, block});
+          std::shuffle(steps[stream].end() - call.blocks, steps[stream].end(),
+                       std::mt19937_64(random.bits()));
+        }
+      }
+      if (turn % 2) {
+        std::vector<unsigned> of;  // whose turn it is
+        for (unsigned stream = 0; stream < streams; ++stream)
+          of.insert(of.end(), steps[stream].size(), stream);
+        std::shuffle(of.begin(), of.end(), std::mt19937_64(random.bits()));
+        std::vector<size_t> next(streams);
+        std::vector<Step> merged;
+        for (const unsigned stream : of) merged.push_back(steps[stream][next[stream]++]);
+        steps = {merged};
+      }
+      uint32_t tickets = 0;
+      GuardedRow guarded(false);
+      Row& row = guarded.row();
+      simt::launch(static_cast<unsigned>(steps.size()), kThreads, [&] {
+        for (const Step& step : steps[blockIdx.x]) {
+          const Tensor& tensor = step.call->tensor;
+          simt_test::flat_float32({tensor.data(), tensor.elements(), &row, &tickets, false},
+                                  step.block, step.call->blocks);
+          __syncthreads();  // shared memory is used again
+        }
+      });
+      ++launches;
+      bool bad = false, possible = streams > 1 && row.first_bad_call == 0;
+      for (const auto& stream : calls)
+        for (size_t i = 0; i < stream.size(); ++i) {
+          stream[i].tensor.expect(guarded.expected(), false);
+          guarded.expected().end_scan();
+          if (!stream[i].bad) continue;
+          possible |=
+              row.first_bad_call > i && row.first_bad_call <= count - (stream.size() - 1 - i);
+          bad = true;
+        }
+      if ((row.ticket != 0) != bad) fail("a ticket too many or few");
+      if (bad && !possible)
+        fail("no bad call can have had the number " + std::to_string(row.first_bad_call));
+      if (streams > 1) guarded.expected().forget_first_bad(row);
+      if (streams == 1 && bad) guarded.expected().set_ticket(1);
+      guarded.check();
+    }
+}
+
 // Zeros but for the last: it takes no memory, and a few seconds.
 void test_more_than_2_32_elements() {
   if (simt::under_asan() || simt::under_tsan()) return;
@@ -701,9 +804,11 @@ int main(int argc, char** argv) {
   test_flat_alignments();
   test_strided();
   test_every_place();
+  test_every_pair_of_bytes();
   test_calls_into_one_row();
   test_many();
   test_two_streams();
+  test_streams_of_calls();
   test_more_than_2_32_elements();
   test_stories();
   printf("test_kernels, seed %llu, packed min and max %d: %llu cases, %llu launches, %d failures\n",
