@@ -25,9 +25,14 @@ from nanscan._data.site import Kind
 is_tracing = torch.compiler.is_dynamo_compiling
 
 
+def running_node() -> Any:
+    """The node of a backward that runs in this thread; None: no backward does."""
+    return torch._C._current_autograd_node()  # noqa: SLF001 - no public spelling
+
+
 def is_recomputing() -> bool:
     """Whether a backward runs in this thread: a call now repeats one, for a checkpoint."""
-    return torch._C._current_autograd_node() is not None  # noqa: SLF001 - no public spelling
+    return running_node() is not None
 
 
 class ModuleCalls:
