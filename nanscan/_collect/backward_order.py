@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +158,7 @@ def read(roots: list[Node], place_of: PlaceOf) -> Graph:
     ready = [entry for entry in ready if not waits_for.get(entry[2])]
     heapq.heapify(ready)
     came_by: dict[Node, int] = {}
-    leaves: dict[int, list[torch.Tensor]] = {}  # by the branching that they hang on
+    leaves: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by the branching they hang on
     functions: dict[int, int] = {}
     position, count = 0, 0
     while ready:
@@ -178,8 +178,8 @@ def read(roots: list[Node], place_of: PlaceOf) -> Graph:
                 came_by[child], count = branching, count + 1
                 heapq.heappush(ready, (-child._sequence_nr(), -count, child))  # noqa: SLF001
             elif isinstance(leaf := getattr(child, "variable", None), torch.Tensor):
-                leaves.setdefault(branching, []).append(leaf)
-    groups = {branching: _as_registered(group, place_of) for branching, group in leaves.items()}
+                leaves.setdefault(branching, []).append((position, leaf))
+    groups = {branching: _in_order(group, place_of) for branching, group in leaves.items()}
     return Graph(groups, functions)
 
 
@@ -202,17 +202,25 @@ def _explore(roots: list[Node]) -> tuple[dict[Node, list[Node | None]], dict[Nod
     return nodes, waits_for
 
 
-def _as_registered(parameters: Iterable[torch.Tensor], place_of: PlaceOf) -> list[Key]:
-    """Parameters of one node: of modules in reverse, of each module as it has them."""
+def _in_order(leaves: list[tuple[int, torch.Tensor]], place_of: PlaceOf) -> list[Key]:
+    """Parameters that hang on one node, each with the position of the last node before it.
+
+    Modules come by their first one, and a node that holds several, as compiled code is, ends with
+    what it began with. A module's own parameters come as it has them, the weight first.
+    """
     owners: dict[object, list[tuple[int, Key]]] = {}
-    for parameter in parameters:
+    arrived: dict[object, tuple[int, int]] = {}
+    for number, (position, parameter) in enumerate(leaves):
         place = place_of(parameter)
-        if place is None:
-            if isinstance(parameter, torch.nn.Parameter):
-                owners.setdefault(None, []).append((0, id(parameter)))
-            continue
-        own = list(place.parent.parameters.values()) if place.parent is not None else []
-        owners.setdefault(place.parent, []).append((own.index(place), place))
+        owner = None if place is None else place.parent
+        if place is None and not isinstance(parameter, torch.nn.Parameter):
+            continue  # an input of the model
+        own = list(owner.parameters.values()) if owner is not None else []
+        entry = (own.index(place), place) if place in own else (number, place or id(parameter))
+        owners.setdefault(owner, []).append(entry)
+        arrived.setdefault(owner, (position, -number))
     return [
-        key for owner in reversed(owners.values()) for _, key in sorted(owner, key=lambda x: x[0])
+        key
+        for owner in sorted(owners, key=arrived.__getitem__)
+        for _, key in sorted(owners[owner], key=lambda entry: entry[0])
     ]
