@@ -127,9 +127,9 @@ bool Calls::tell_outermost(PyObject* module, const Arguments& arguments, const S
 }
 
 // At a call that no other call encloses: asks Python whether it repeats a forward in a backward.
-bool Calls::note_start(Stack& running) {
+bool Calls::note_start(Stack& running, const Module& module) {
   if (!running.empty()) return true;
-  PyObject* answer = call(python_hooks_, names_.on_before_forward);
+  PyObject* answer = call(python_hooks_, names_.on_before_forward, module.place);
   running.recomputing = answer == Py_True;
   return succeeded(answer);
 }
@@ -140,7 +140,7 @@ bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
   Module* entry;
   if (!tell_outermost(module, arguments, running) || !find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  if (!note_start(running)) {
+  if (!note_start(running, *entry)) {
     release(entry);
     return false;
   }

@@ -124,7 +124,7 @@ class Calls : public CallObserver {
   Module* find(PyObject* module) const;
   bool tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running);
   bool find_or_ask(PyObject* module, Module*& entry);
-  bool note_start(Stack& running);
+  bool note_start(Stack& running, const Module& module);
   Stack& stack();
   bool visit_inputs(Module& module, const Arguments& arguments);
   bool visit_keywords(Module& module, const Arguments& arguments);
@@ -150,9 +150,9 @@ class Calls : public CallObserver {
            (is_due(module) || (period_ > 1 && module.outermost));
   }
   // When few outputs are scanned, an input that was not seen before is nothing new: most come from
-  // a module that was not scanned. So only the inputs of the outermost modules are scanned then.
+  // a module that was not scanned. So only the inputs of outermost calls are scanned then.
   bool scans_inputs(const Module& module, const Stack& running) const {
-    return options_.inputs && scans(module) && (period_ == 1 || module.outermost) &&
+    return options_.inputs && scans(module) && (period_ == 1 || running.size() == 1) &&
            !running.recomputing;
   }
 

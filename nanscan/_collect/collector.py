@@ -165,9 +165,9 @@ class Collector(Listener):
             self.records.add_sweep(sweep, is_untrained=True)
             self.records.deliver()
 
-    def on_before_forward(self) -> None:
+    def on_before_forward(self, place: ModulePlace) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
-        self._act(self.tracker.on_before_forward())
+        self._act(self.tracker.on_before_forward(place))
         self._consumer.on_forward_start(self.tracker.step)
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -141,11 +141,11 @@ class ModuleCalls:
         """A gradient without a row yet, in a new one, or no plain tensor. Returns its own row."""
         return self._gradients.scan_new(number, gradient, row)
 
-    def on_before_forward(self) -> bool:
+    def on_before_forward(self, place: ModulePlace) -> bool:
         """A call that no other encloses. Returns whether it repeats one, for a checkpoint."""
         recomputing = is_recomputing()
         if not recomputing:
-            self._listener.on_before_forward()
+            self._listener.on_before_forward(place)
         return recomputing
 
     def on_after_forward(self, place: ModulePlace) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from nanscan._data.frames import is_compiler_calling
+from nanscan._data.frames import is_compiler_calling, modules_calling
 from nanscan._data.places import ModulePlace, ParameterPlace, SinglePlace
 from nanscan._data.site import Kind
 
@@ -148,7 +148,7 @@ class Registry:
                 self._ignore(module)
                 return None
             if caller is None:
-                return self._add_root(module)
+                return self._add_called(module)
             # Modules made anew in each forward: all of one class in one parent share a place.
             made_inside = f"{caller.name}.<{type(module).__name__}>"
             if made_inside not in self._by_name:
@@ -156,6 +156,18 @@ class Registry:
                 if id(module) in self.places:
                     return self.places[id(module)]
             return self._add(module, made_inside, caller)
+
+    def _add_called(self, module: nn.Module) -> ModulePlace | None:
+        """Names a module that no running one contains, after one whose method calls it."""
+        outermost = module
+        for caller in modules_calling():
+            if id(caller) not in self._ignored and any(m is module for m in caller.modules()):
+                outermost = caller
+        if id(outermost) in self.places:  # it has got a new module inside
+            self.rescan()
+        else:
+            self._add_root(outermost)
+        return self.places.get(id(module)) or self._add_root(module)
 
     def rescan(self) -> None:
         """Looks for what was added to known outermost modules, or taken away, since."""
@@ -186,7 +198,7 @@ class Registry:
                 if name:
                     parent = self.places[id(root.get_submodule(name.rpartition(".")[0]))]
                 self._add(module, prefix + name if name else label, parent)
-            self._add_parameters(module, prefix + name)
+            self._add_parameters(module, prefix + name if name else prefix.removesuffix("."))
         return self.places[id(root)]
 
     def _add(self, module: nn.Module, name: str, parent: ModulePlace | None) -> ModulePlace:

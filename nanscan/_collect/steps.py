@@ -46,6 +46,7 @@ class StepTracker:
         continues: the first part of the current step was judged as a step by itself.
         waits_for_optimizer: whether an optimizer holds the parameters; None: nobody has looked yet.
         is_by_hand: other code than an optimizer updates the parameters.
+        entered: outermost modules that returned in the current step.
     """
 
     def __init__(self) -> None:
@@ -53,14 +54,18 @@ class StepTracker:
         self.continues = False
         self.waits_for_optimizer: bool | None = None
         self.is_by_hand = False
+        self.entered: set[ModulePlace] = set()
         self._is_update_due = False  # by other code, before the next forward
+        self._is_split = False  # the step has the calls of a model that is called in parts
         self._is_manual = False
         # Outermost modules whose forward with gradients ended since the last step did.
         self._ended: set[ModulePlace] = set()
         self._step_after_forward = -1  # the last one ended with a forward; a backward may follow
 
-    def on_before_forward(self) -> Decision:
-        """An outermost module is about to run, or all that was scanned is asked for."""
+    def on_before_forward(self, place: ModulePlace | None = None) -> Decision:
+        """An outermost module is about to run; None: all that was scanned is asked for."""
+        if self._is_split and place in self.entered and not (self._is_manual or self.is_by_hand):
+            return END
         if not self._is_update_due:
             return NOTHING
         self._is_update_due = False
@@ -76,9 +81,15 @@ class StepTracker:
             with_gradients: autograd was recording.
             is_recomputing: a checkpoint runs the module again, inside of a backward.
         """
-        if self._is_manual or is_recomputing:
+        if is_recomputing:
+            return NOTHING
+        self.entered.add(place)
+        if self._is_manual:
             return NOTHING
         if not (self.is_by_hand or self.waits_for_optimizer):
+            if place.parent is not None:  # which never runs, but its parts do, one after the other
+                self._is_split = True
+                return Decision(look="if bad")
             self._step_after_forward = self.step + 1 if with_gradients else -1
             return END
         if not with_gradients:  # validation starts afresh; a teacher amid a step must not split it
@@ -126,4 +137,6 @@ class StepTracker:
         """The step was ended, as decided; the next one begins."""
         self.step += 1
         self.continues = False
+        self._is_split = False
         self._ended.clear()
+        self.entered.clear()

@@ -64,7 +64,7 @@ class StepVerdicts:
         """From here on this row counts as bad for what comes after it."""
         self._earlier.add(row)
         node = self._record.nodes[row]
-        self._made |= node.kind is not Kind.INPUT or node.place.parent is not None
+        self._made |= node.kind is not Kind.INPUT or self._record.around(node.place) is not None
 
     def in_order(self, rows: Iterable[int]) -> list[int]:
         """Bad rows in the order in which they went bad."""
@@ -102,7 +102,7 @@ class StepVerdicts:
         return _Conclusion("origin", "made here", between)
 
     def _conclude_of_input(self, row: int, node: Node) -> _Conclusion:
-        around = node.place.parent
+        around = self._record.around(node.place)
         by_code = node.computed or around is not None
         between = self._between(row) if by_code else None
         if around is None and between is None and not self._made:
@@ -251,7 +251,7 @@ class StepVerdicts:
         return [
             row
             for row in self._record.scanned()
-            if nodes[row].kind is Kind.INPUT and not nodes[row].place.parent
+            if nodes[row].kind is Kind.INPUT and not self._record.around(nodes[row].place)
         ]
 
     def _seen(self, rows: Iterable[int], *, as_known: bool = False) -> list[Seen]:

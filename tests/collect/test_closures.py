@@ -1,5 +1,7 @@
 """optimizer.step(closure): the closure makes the gradients, so they are scanned when it returns."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -30,7 +32,7 @@ class Wrapped:
         self.optimizer = optimizer
 
     def step(self, closure):
-        return self.optimizer.step(closure=lambda *args, **kwargs: closure(*args, **kwargs))
+        return self.optimizer.step(closure=functools.partial(closure))
 
 
 class Sharp(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""Twenty small architectures of torch.nn, each with a batch and a loss, for sweeps of planted faults."""
+"""Twenty small architectures of torch.nn, each with a batch, for sweeps of planted faults."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Faults planted in a backward, and what tells where the first bad gradient is: torch's own hooks."""
+"""Faults planted in a backward; torch's own hooks tell where the first bad gradient is."""
 
 import torch
 from torch import nn
