@@ -39,7 +39,9 @@ class StepTracker:
     forward while none is; and only at `Monitor.step()` once that was called. Where a backward ran
     though no optimizer holds the parameters, other code updates them between the end of that
     backward and the next forward: the step lasts until then. An outermost forward without gradients
-    in a training run (validation) is judged when it ends and belongs to the step it runs in.
+    in a training run (validation) is judged when it ends and belongs to the step it runs in. Where
+    code calls the parts of a model that never runs itself, a step of inference lasts until a part
+    is called again.
 
     Attributes:
         step: number of the current step, from 0.
@@ -87,7 +89,7 @@ class StepTracker:
         if self._is_manual:
             return NOTHING
         if not (self.is_by_hand or self.waits_for_optimizer):
-            if place.parent is not None:  # which never runs, but its parts do, one after the other
+            if place.parent is not None and not any(p.called for p in place.parents()):
                 self._is_split = True
                 return Decision(look="if bad")
             self._step_after_forward = self.step + 1 if with_gradients else -1

@@ -105,6 +105,10 @@ class StepVerdicts:
         around = self._record.around(node.place)
         by_code = node.computed or around is not None
         between = self._between(row) if by_code else None
+        if around is None and node.place.parent is not None and self._may_be_made(row):
+            how = "made by code outside of any module, or handed in by the caller"
+            if not (self._earlier or self._made):
+                return _Conclusion("origin", how, self._between(row))
         if around is None and between is None and not self._made:
             return _Conclusion(
                 "propagated", "the caller gave it non-finite values", from_outside=True
@@ -113,6 +117,15 @@ class StepVerdicts:
             return _Conclusion("propagated", _HOW["propagated"])
         where = f", in the forward of {around.name}" if around is not None else ""
         return _Conclusion("origin", f"made by code outside of any module{where}", between)
+
+    def _may_be_made(self, row: int) -> bool:
+        """Whether code may have made an input of what a module returned before, unseen by autograd.
+
+        What code makes of an output that has a history has one, too.
+        """
+        order, nodes = self._record.order, self._record.nodes
+        earlier = (nodes[r] for r in self._record.scanned() if order[r] < order[row])
+        return any(node.kind is Kind.OUTPUT and not node.computed for node in earlier)
 
     def _was_handed_bad_values(self, row: int, node: Node) -> bool:
         place = node.place
