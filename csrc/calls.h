@@ -125,7 +125,7 @@ class Calls : public CallObserver {
   bool tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running);
   bool find_or_ask(PyObject* module, Module*& entry);
   bool note_start(Stack& running, const Module& module);
-  Stack& stack();
+  Stack& stack() const;
   bool visit_inputs(Module& module, const Arguments& arguments);
   bool visit_keywords(Module& module, const Arguments& arguments);
   bool visit_output(Module& module, PyObject* output, Stack& running);
@@ -158,6 +158,7 @@ class Calls : public CallObserver {
 
   unsigned period_ = 1, step_ = 0, next_number_ = 0;
   bool attached_ = false;
+  bool root_called_ = false;  // some outermost module has run
   Stopwatch stopwatch_;
   const std::shared_ptr<Gradients> gradients_;
   const uint64_t serial_;  // identifies this object; an address may be used again
@@ -165,7 +166,7 @@ class Calls : public CallObserver {
   // What was found last: a call looks for one module three times.
   mutable const void* last_key_ = nullptr;
   mutable Module* last_found_ = nullptr;
-  std::unordered_map<unsigned long, Stack>
+  mutable std::unordered_map<unsigned long, Stack>
       stacks_;  // by thread; never erased, so pointers stay valid
   const Names names_;
 };

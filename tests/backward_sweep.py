@@ -1,4 +1,4 @@
-"""Shows where nanscan says that a backward went bad, for a NaN planted behind each module of models.
+"""Shows where nanscan says that a backward went bad, for a NaN planted behind each module.
 
 `make sweep` runs it: the small architectures in both scopes, and models of transformers where that
 is installed. It prints each wrong answer and the count, and exits with 1 if there is one.

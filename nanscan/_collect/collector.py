@@ -106,6 +106,7 @@ class Collector(Listener):
         self.set_turn(schedule.turn(0))
         self._stepping = _Stepping()
         self._ran = False  # an outermost module, since the last step
+        self._has_inferred = False  # an outermost module ran without gradients
         self._are_gradients_scanned = False  # of the last backward, where no optimizer steps
         self._bad_gradients = -1  # resets of the table before a gradient last went bad
         self.records = RecordQueue(
@@ -186,8 +187,11 @@ class Collector(Listener):
         self._ran |= with_gradients
         if self._table.on_device:
             self._table.core.note_captures()  # a graph that holds no more than this forward
-        if with_gradients and not self.tracker.is_by_hand:
+        if not self.tracker.is_by_hand and (with_gradients or not self._has_inferred):
             self._ask_for_optimizer()
+            if not with_gradients and not self.tracker.waits_for_optimizer:
+                self.tracker.waits_for_optimizer = None  # one may come before the training
+        self._has_inferred |= not with_gradients
         self._act(
             self.tracker.on_after_forward(
                 place, with_gradients=with_gradients, is_recomputing=is_recomputing()
@@ -197,6 +201,7 @@ class Collector(Listener):
     def _ask_for_optimizer(self) -> bool:
         """Whether an optimizer holds a watched parameter: is a forward a whole step? Looks once."""
         if self.tracker.waits_for_optimizer is None:
+            self._registry.rescan()  # it may hold adapters that were added since
             self.tracker.waits_for_optimizer = is_any_optimizer_for(self._registry)
         return self.tracker.waits_for_optimizer
 

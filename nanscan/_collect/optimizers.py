@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         optimizer: whose plan it is.
         identity: ids of all its parameters, to notice when they change.
-        known: how many parameters of modules were known, to notice new ones.
+        known: how many changes of modules were known, to notice new ones.
         has_loose: some parameter belongs to no known module.
         watched: in the optimizer's order.
         backward: in the order in which backward reaches them.
@@ -76,7 +76,7 @@ class Optimizers:
             plan is None
             or plan.optimizer() is not optimizer
             or plan.identity != identity
-            or (plan.has_loose and plan.known != self._registry.parameters_known)
+            or (plan.has_loose and plan.known != self._registry.changes)
         ):
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
@@ -100,8 +100,8 @@ class Optimizers:
         return Plan(
             weakref.ref(optimizer),
             identity,
-            self._registry.parameters_known,
-            any(place.parent is None for _, place in watched),
+            self._registry.changes,
+            any(place is None or place.parent is None for _, place in places),
             watched,
             self._in_plan(optimizer, watched),
             self._order.version,

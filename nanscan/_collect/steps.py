@@ -89,11 +89,7 @@ class StepTracker:
         if self._is_manual:
             return NOTHING
         if not (self.is_by_hand or self.waits_for_optimizer):
-            if place.parent is not None and not any(p.called for p in place.parents()):
-                self._is_split = True
-                return Decision(look="if bad")
-            self._step_after_forward = self.step + 1 if with_gradients else -1
-            return END
+            return self._after_inference(place, with_gradients=with_gradients)
         if not with_gradients:  # validation starts afresh; a teacher amid a step must not split it
             return Decision(look="always", restart=not self._ended)
         was_there = place in self._ended
@@ -102,6 +98,13 @@ class StepTracker:
             return Decision(look="if known bad")
         # Its last call led to no optimizer step: accumulation, or a GradScaler skipped it.
         return Decision(look="if bad") if was_there else NOTHING
+
+    def _after_inference(self, place: ModulePlace, *, with_gradients: bool) -> Decision:
+        if place.parent is not None and not any(around.called for around in place.parents()):
+            self._is_split = True
+            return Decision(look="if bad")
+        self._step_after_forward = self.step + 1 if with_gradients else -1
+        return END
 
     def on_before_backward(self, *, is_trainable: bool, has_scans: bool) -> None:
         """A backward of a watched model starts, and no optimizer holds the parameters.
