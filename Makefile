@@ -1,11 +1,11 @@
-# make demo | test | bench | lint. Each makes .venv and installs what it needs, once.
+# make demo | test | bench | sweep | lint. Each makes .venv and installs what it needs, once.
 PYTHON ?= python3
 BIN := .venv/bin
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/cuda/*.cuh)
 SIMT := $(wildcard tests/simt/*.h tests/simt/*.cpp)
 BUILD := requirements-test.txt pyproject.toml setup.py csrc/CMakeLists.txt $(CPP)
 
-.PHONY: demo test bench mutants lint format clean
+.PHONY: demo test bench sweep mutants lint format clean
 demo: .venv/demo
 	$(BIN)/python -m nanscan demo
 
@@ -14,6 +14,10 @@ test: .venv/test
 
 bench: .venv/bench
 	$(BIN)/python benchmarks/run_all.py
+
+# Plants a NaN behind each module of many models, in backward: is the nearest parameter named?
+sweep: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/backward_sweep.py
 
 # Plants faults in the CUDA kernels and shows what catches each; 15 minutes. Table: tests/simt/README.md
 mutants: .venv/test

@@ -71,7 +71,7 @@ Calls::Module* Calls::find(PyObject* module) const {
   return last_found_;
 }
 
-Calls::Stack& Calls::stack() {
+Calls::Stack& Calls::stack() const {
   static thread_local uint64_t owner = 0;
   static thread_local Stack* latest = nullptr;
   if (owner != serial_) {
@@ -86,11 +86,12 @@ PyObject* Calls::running() {
   return s.empty() ? nullptr : s.back()->place;
 }
 
-// Of one model, only modules that are watched are followed, and the model itself.
+// Of one model, only modules that are watched are followed, and the model itself. An unknown module
+// may be a new part of it if it is called inside of it, or if code calls its parts only.
 bool Calls::wants(PyObject* module) const {
   if (!attached_) return false;
   const Module* entry = find(module);
-  if (!entry) return options_.everything;
+  if (!entry) return options_.everything || !root_called_ || !stack().empty();
   return entry->place && (options_.everything || entry->watched || entry->outermost);
 }
 
@@ -109,6 +110,7 @@ bool Calls::find_or_ask(PyObject* module, Module*& entry) {
   acquire(entry);
   if (entry->called) return true;
   entry->called = true;
+  root_called_ |= entry->outermost;
   if (succeeded(call(python_hooks_, names_.on_first_call, entry->place))) return true;
   release(entry);
   return false;
@@ -127,9 +129,9 @@ bool Calls::tell_outermost(PyObject* module, const Arguments& arguments, const S
 }
 
 // At a call that no other call encloses: asks Python whether it repeats a forward in a backward.
-bool Calls::note_start(Stack& running) {
+bool Calls::note_start(Stack& running, const Module& module) {
   if (!running.empty()) return true;
-  PyObject* answer = call(python_hooks_, names_.on_before_forward);
+  PyObject* answer = call(python_hooks_, names_.on_before_forward, module.place);
   running.recomputing = answer == Py_True;
   return succeeded(answer);
 }
@@ -140,7 +142,7 @@ bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
   Module* entry;
   if (!tell_outermost(module, arguments, running) || !find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  if (!note_start(running)) {
+  if (!note_start(running, *entry)) {
     release(entry);
     return false;
   }

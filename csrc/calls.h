@@ -126,8 +126,8 @@ class Calls : public CallObserver {
   Module* find(PyObject* module) const;
   bool tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running);
   bool find_or_ask(PyObject* module, Module*& entry);
-  bool note_start(Stack& running);
-  Stack& stack();
+  bool note_start(Stack& running, const Module& module);
+  Stack& stack() const;
   bool visit_inputs(Module& module, const Arguments& arguments);
   bool visit_keywords(Module& module, const Arguments& arguments);
   bool visit_all(Module& module, const Arguments& arguments, bool outermost);
@@ -153,14 +153,15 @@ class Calls : public CallObserver {
            (is_due(module) || (period_ > 1 && module.outermost));
   }
   // When few outputs are scanned, an input that was not seen before is nothing new: most come from
-  // a module that was not scanned. So only the inputs of the outermost modules are scanned then.
+  // a module that was not scanned. So only the inputs of outermost calls are scanned then.
   bool scans_inputs(const Module& module, const Stack& running) const {
-    return options_.inputs && scans(module) && (period_ == 1 || module.outermost) &&
+    return options_.inputs && scans(module) && (period_ == 1 || running.size() == 1) &&
            !running.recomputing;
   }
 
   unsigned period_ = 1, step_ = 0, next_number_ = 0;
   bool attached_ = false;
+  bool root_called_ = false;  // some outermost module has run
   Stopwatch stopwatch_;
   const std::shared_ptr<Gradients> gradients_;
   const uint64_t serial_;  // identifies this object; an address may be used again
@@ -168,7 +169,7 @@ class Calls : public CallObserver {
   // What was found last: a call looks for one module three times.
   mutable const void* last_key_ = nullptr;
   mutable Module* last_found_ = nullptr;
-  std::unordered_map<unsigned long, Stack>
+  mutable std::unordered_map<unsigned long, Stack>
       stacks_;  // by thread; never erased, so pointers stay valid
   const Names names_;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from typing import Any
@@ -12,10 +13,12 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from nanscan._collect import torch_events
+from nanscan._collect.backward_order import BackwardOrder
+from nanscan._collect.closures import Closure, closure_of, with_closure
 from nanscan._collect.costs import CostMeter
 from nanscan._collect.inputs import KeptInputs
 from nanscan._collect.listener import Listener, StepArguments
-from nanscan._collect.modules import ModuleCalls, is_recomputing, is_tracing
+from nanscan._collect.modules import ModuleCalls, is_recomputing, is_tracing, running_node
 from nanscan._collect.names import Registry
 from nanscan._collect.optimizers import (
     Optimizers,
@@ -89,7 +92,8 @@ class Collector(Listener):
         self.calls = ModuleCalls(
             registry, self._scanner, kinds, self, with_arguments=inputs is not None
         )
-        self.optimizers = Optimizers(registry, table)
+        self._order = BackwardOrder(lambda parameter: registry.parameter(parameter, ""))
+        self.optimizers = Optimizers(registry, table, self._order)
         self._parameters = ParameterScans(registry, self._scanner, self.optimizers, kinds)
         self._changes = ParameterChanges(registry, table)
         self._meter = CostMeter(
@@ -102,6 +106,7 @@ class Collector(Listener):
         self.set_turn(schedule.turn(0))
         self._stepping = _Stepping()
         self._ran = False  # an outermost module, since the last step
+        self._has_inferred = False  # an outermost module ran without gradients
         self._are_gradients_scanned = False  # of the last backward, where no optimizer steps
         self._bad_gradients = -1  # resets of the table before a gradient last went bad
         self.records = RecordQueue(
@@ -161,9 +166,9 @@ class Collector(Listener):
             self.records.add_sweep(sweep, is_untrained=True)
             self.records.deliver()
 
-    def on_before_forward(self) -> None:
+    def on_before_forward(self, place: ModulePlace) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
-        self._act(self.tracker.on_before_forward())
+        self._act(self.tracker.on_before_forward(place))
         self._consumer.on_forward_start(self.tracker.step)
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -182,8 +187,11 @@ class Collector(Listener):
         self._ran |= with_gradients
         if self._table.on_device:
             self._table.core.note_captures()  # a graph that holds no more than this forward
-        if with_gradients and not self.tracker.is_by_hand:
+        if not self.tracker.is_by_hand and (with_gradients or not self._has_inferred):
             self._ask_for_optimizer()
+            if not with_gradients and not self.tracker.waits_for_optimizer:
+                self.tracker.waits_for_optimizer = None  # one may come before the training
+        self._has_inferred |= not with_gradients
         self._act(
             self.tracker.on_after_forward(
                 place, with_gradients=with_gradients, is_recomputing=is_recomputing()
@@ -193,6 +201,7 @@ class Collector(Listener):
     def _ask_for_optimizer(self) -> bool:
         """Whether an optimizer holds a watched parameter: is a forward a whole step? Looks once."""
         if self.tracker.waits_for_optimizer is None:
+            self._registry.rescan()  # it may hold adapters that were added since
             self.tracker.waits_for_optimizer = is_any_optimizer_for(self._registry)
         return self.tracker.waits_for_optimizer
 
@@ -216,6 +225,8 @@ class Collector(Listener):
 
     def on_before_backward(self, tensors: Any) -> None:
         """Scans the loss, unless it can only be another model's, or a checkpoint's."""
+        if self.calls.is_attached and Kind.GRAD in self._kinds:
+            self._order.on_before_backward(tensors, self._table.visits, running_node())
         if self._is_of_ours:
             if not self._ask_for_optimizer():
                 self.tracker.on_before_backward(
@@ -226,6 +237,8 @@ class Collector(Listener):
 
     def on_after_backward(self) -> None:
         """Not called by `torch.autograd.grad`, nor by what torch.compile traced."""
+        if not is_recomputing():
+            self._order.on_after_backward()
         if self._is_of_ours and not self._ask_for_optimizer():
             self._act(self.tracker.on_after_backward())
 
@@ -276,10 +289,12 @@ class Collector(Listener):
         if plan is None or not self.calls.is_attached:
             return None
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
+        closure = closure_of(args, kwargs)  # it makes the gradients
+        look = functools.partial(self._look_at_gradients, optimizer, by_closure=closure is not None)
         if self._skip_step is not None:
-            return self._skip_step.before(
-                optimizer, args, kwargs, lambda: self._look_at_gradients(optimizer, plan)
-            )
+            return self._skip_step.before(optimizer, args, kwargs, look)
+        if closure is not None:
+            return with_closure(args, kwargs, Closure(closure, look))
         self._scan_gradients(optimizer, plan)
         self._judge_gradients()
         return None
@@ -298,12 +313,17 @@ class Collector(Listener):
         if self._inputs is not None and self.records.has_bad_rows:
             self.records.look_ahead(self.turn)
 
-    def _look_at_gradients(self, optimizer: Optimizer, plan: Plan) -> tuple[Gradients, bool]:
+    def _look_at_gradients(
+        self, optimizer: Optimizer, *, by_closure: bool
+    ) -> tuple[Gradients, bool]:
         """Scans gradients; returns them, and whether those on the host are known to be finite."""
-        if plan.has_loose:  # before a closure ran, its model may not have been known
+        plan = self._stepping.plan
+        if by_closure:  # before it ran, its model may not have been known
             plan = self._stepping.plan = self.optimizers.plan(optimizer) or plan
         self._scan_gradients(optimizer, plan)
         self._judge_gradients()
+        if by_closure:  # the optimizer may move parameters before it calls it again
+            self._changes.note_step(id(optimizer), plan.watched, is_over=False)
         # A row takes a ticket once: after that it does not tell whether a later scan was bad.
         fine = self._bad_gradients != self._table.resets
         if fine and not self._table.on_device:
@@ -321,10 +341,11 @@ class Collector(Listener):
         self._stepping.optimizer = 0
         self._ran = False
         plan = self._stepping.plan
-        # Before a closure ran, its model may not have been known.
-        plan = (self.optimizers.plan(optimizer) or plan) if plan.has_loose else plan
+        closure = closure_of(args, kwargs)
+        if isinstance(closure, Closure) and not closure.calls:
+            self._scan_gradients(optimizer, plan)  # the optimizer has used those it found
         began = time.perf_counter()
-        self._changes.note_step(id(optimizer), plan.watched, scanned=self.turn.slow)
+        self._changes.note_step(id(optimizer), plan.watched, is_scanned=self.turn.slow)
         if self.turn.slow:
             self._parameters.scan_after_step(optimizer, plan)
         scanned = time.perf_counter()

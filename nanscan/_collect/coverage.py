@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from nanscan._collect.names import Registry
 from nanscan._collect.schedule import Schedule
 from nanscan._collect.table import Table
-from nanscan._data.places import ModulePlace
 
 _SHOWN = 8  # names a line
 
@@ -53,6 +52,8 @@ def _listed(label: str, names: tuple[str, ...]) -> list[str]:
 
 def coverage_of(registry: Registry, table: Table, schedule: Schedule) -> Coverage:
     """What is covered so far."""
+    registry.rescan()
+    alive = {place for _, place in registry.modules()}
     skipped: dict[str, str] = {}
     not_called: list[str] = []
     left_out: list[str] = []
@@ -60,7 +61,7 @@ def coverage_of(registry: Registry, table: Table, schedule: Schedule) -> Coverag
         if not place.watched:
             left_out.append(place.name)
             continue
-        if isinstance(place, ModulePlace) and not place.called:
+        if place in alive and not place.called:
             not_called.append(place.name)
         skipped |= {str(node.site): node.skipped for node in place.nodes() if node.skipped}
     return Coverage(

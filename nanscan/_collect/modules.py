@@ -26,9 +26,14 @@ from nanscan._data.site import Kind
 is_tracing = torch.compiler.is_dynamo_compiling
 
 
+def running_node() -> Any:
+    """The node of a backward that runs in this thread; None: no backward does."""
+    return torch._C._current_autograd_node()  # noqa: SLF001 - no public spelling
+
+
 def is_recomputing() -> bool:
     """Whether a backward runs in this thread: a call now repeats one, for a checkpoint."""
-    return torch._C._current_autograd_node() is not None  # noqa: SLF001 - no public spelling
+    return running_node() is not None
 
 
 class ModuleCalls:
@@ -148,11 +153,11 @@ class ModuleCalls:
         found = [each for x, node in pairs for each in tensors(x, node)]
         self._bad_inputs[threading.get_ident()] = [(x, version(x), node) for x, node in found]
 
-    def on_before_forward(self) -> bool:
+    def on_before_forward(self, place: ModulePlace) -> bool:
         """A call that no other encloses. Returns whether it repeats one, for a checkpoint."""
         recomputing = is_recomputing()
         if not recomputing:
-            self._listener.on_before_forward()
+            self._listener.on_before_forward(place)
         return recomputing
 
     def on_after_forward(self, place: ModulePlace) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from nanscan._data.frames import is_compiler_calling
+from nanscan._data.frames import is_compiler_calling, modules_calling
 from nanscan._data.places import ModulePlace, ParameterPlace, SinglePlace
 from nanscan._data.site import Kind
 
@@ -43,7 +43,10 @@ class Registry:
         self._buffers: list[tuple[weakref.ref[nn.Module], str, SinglePlace]] = []
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
         self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
-        self._ignored: set[int] = set()  # ids of modules that are not the user's
+        self._ignored: set[int] = set()  # ids of modules that are not the user's, or the model's
+        # Callers with classes of modules that were looked for in the model, and are not in it.
+        self._foreign: set[tuple[ModulePlace | None, type[nn.Module]]] = set()
+        self.changes = 0  # how often a module or parameter was added
         self._on_add: OnAdd | None = None
         self._on_ignore: Callable[[int], None] | None = None
         self._on_forget: Callable[[int], None] | None = None
@@ -139,23 +142,50 @@ class Registry:
             module: the module.
             caller: the innermost module that is running, if any.
         """
-        if self.only or id(module) in self._ignored:
+        if id(module) in self._ignored:
             return None
         with self._lock:  # threads may meet one module at once
             if id(module) in self.places:
                 return self.places[id(module)]
+            if self.only:
+                return self._find_new(module, caller)
             if isinstance(module, torch.fx.GraphModule) and is_compiler_calling():
                 self._ignore(module)
                 return None
-            if caller is None:
-                return self._add_root(module)
-            # Modules made anew in each forward: all of one class in one parent share a place.
-            made_inside = f"{caller.name}.<{type(module).__name__}>"
-            if made_inside not in self._by_name:
-                self.rescan()
-                if id(module) in self.places:
-                    return self.places[id(module)]
-            return self._add(module, made_inside, caller)
+            return self._add_called(module) if caller is None else self._add_inside(module, caller)
+
+    def _add_inside(self, module: nn.Module, caller: ModulePlace) -> ModulePlace:
+        # Modules made anew in each forward: all of one class in one parent share a place.
+        made_inside = f"{caller.name}.<{type(module).__name__}>"
+        if made_inside not in self._by_name:
+            self.rescan()
+            if id(module) in self.places:
+                return self.places[id(module)]
+        return self._add(module, made_inside, caller)
+
+    def _find_new(self, module: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
+        """The place of a module that was put into the model since; None for any other module."""
+        kind = caller, type(module)
+        if kind not in self._foreign:
+            self.rescan()
+            if id(module) in self.places:
+                return self.places[id(module)]
+            # Code that makes such modules anew in each forward is not to cost a look each time.
+            self._foreign.add(kind)
+        self._ignore(module)
+        return None
+
+    def _add_called(self, module: nn.Module) -> ModulePlace | None:
+        """Names a module that no running one contains, after one whose method calls it."""
+        outermost = module
+        for caller in modules_calling():
+            if id(caller) not in self._ignored and any(m is module for m in caller.modules()):
+                outermost = caller
+        if id(outermost) in self.places:  # it has got a new module inside
+            self.rescan()
+        else:
+            self._add_root(outermost)
+        return self.places.get(id(module)) or self._add_root(module)
 
     def rescan(self) -> None:
         """Looks for what was added to known outermost modules, or taken away, since."""
@@ -186,7 +216,7 @@ class Registry:
                 if name:
                     parent = self.places[id(root.get_submodule(name.rpartition(".")[0]))]
                 self._add(module, prefix + name if name else label, parent)
-            self._add_parameters(module, prefix + name)
+            self._add_parameters(module, prefix + name if name else prefix.removesuffix("."))
         return self.places[id(root)]
 
     def _add(self, module: nn.Module, name: str, parent: ModulePlace | None) -> ModulePlace:
@@ -196,6 +226,8 @@ class Registry:
             place.watched = self._wants(name, module)
             self._by_name[name] = place
         key = id(module)
+        self.changes += 1
+        self._ignored.discard(key)
         self.places[key] = place
         if self._on_add is not None:
             self._on_add(key, place, *self._role(place))
@@ -213,6 +245,7 @@ class Registry:
             known = self._known(id(parameter))
             if known is None:  # a tied weight goes by its first name
                 self._parameters[id(parameter)] = reference, key, place
+                self.changes += 1
             elif known is not place:
                 owner.parameters[key] = known  # so that this module, too, knows its rows
                 if full not in known.aliases:
@@ -228,7 +261,7 @@ class Registry:
                 self._buffers.append((reference, key, buffer))
 
     def _ignore(self, module: nn.Module) -> None:
-        """A graph that a compiler made and runs is no module of the user's."""
+        """A graph that a compiler made and runs, or what is no part of the watched model."""
         key = id(module)
         self._ignored.add(key)
         if self._on_ignore is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 import weakref
@@ -15,12 +16,15 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from nanscan._collect.backward_order import BackwardOrder
 from nanscan._collect.names import Registry
 from nanscan._collect.snapshot import OptimizerFacts, Outcome
 from nanscan._collect.table import Table
 from nanscan._data.dtypes import rounds_to_zero
 from nanscan._data.places import ParameterPlace
 from nanscan._scan.check import check
+
+Watched = list[tuple[int, ParameterPlace]]  # by position in the optimizer
 
 _MAX_PLANS = 64
 _HALF = 2  # bytes
@@ -33,18 +37,20 @@ class Plan:
     Attributes:
         optimizer: whose plan it is.
         identity: ids of all its parameters, to notice when they change.
-        known: how many parameters of modules were known, to notice new ones.
+        known: how many changes of modules were known, to notice new ones.
         has_loose: some parameter belongs to no known module.
         watched: in the optimizer's order.
-        backward: in the order in which backward reaches them: the last module to run comes first.
+        backward: in the order in which backward reaches them.
+        order_version: of that order.
     """
 
     optimizer: weakref.ref[Optimizer]
     identity: list[int]
     known: int
     has_loose: bool
-    watched: list[tuple[int, ParameterPlace]]
-    backward: list[tuple[int, ParameterPlace]]
+    watched: Watched
+    backward: Watched
+    order_version: int
 
 
 class Optimizers:
@@ -53,11 +59,13 @@ class Optimizers:
     Args:
         registry: names of parameters.
         table: says in which order modules ran.
+        order: in which backward reaches parameters, as far as it is known.
     """
 
-    def __init__(self, registry: Registry, table: Table) -> None:
+    def __init__(self, registry: Registry, table: Table, order: BackwardOrder) -> None:
         self._registry = registry
         self._table = table
+        self._order = order
         self._plans: dict[int, Plan] = {}  # by id(optimizer)
 
     def plan(self, optimizer: Optimizer) -> Plan | None:
@@ -68,11 +76,17 @@ class Optimizers:
             plan is None
             or plan.optimizer() is not optimizer
             or plan.identity != identity
-            or (plan.has_loose and plan.known != self._registry.parameters_known)
+            or (plan.has_loose and plan.known != self._registry.changes)
         ):
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[id(optimizer)] = self._make_plan(optimizer, identity)
+        elif plan.order_version != self._order.version:
+            plan = self._plans[id(optimizer)] = dataclasses.replace(
+                plan,
+                backward=self._in_plan(optimizer, plan.watched),
+                order_version=self._order.version,
+            )
         return plan if plan.watched else None
 
     def _make_plan(self, optimizer: Optimizer, identity: list[int]) -> Plan:
@@ -83,12 +97,41 @@ class Optimizers:
             for i, p in enumerate(parameters_of(optimizer))
         ]
         watched = [(i, place) for i, place in places if place is not None and place.watched]
-        backward = sorted(watched, key=lambda pair: -self.forward_position(pair[1]))
-        has_loose = any(place.parent is None for _, place in watched)
-        known = self._registry.parameters_known
-        return Plan(weakref.ref(optimizer), identity, known, has_loose, watched, backward)
+        return Plan(
+            weakref.ref(optimizer),
+            identity,
+            self._registry.changes,
+            any(place is None or place.parent is None for _, place in places),
+            watched,
+            self._in_plan(optimizer, watched),
+            self._order.version,
+        )
 
-    def forward_position(self, place: ParameterPlace) -> int:
+    def _in_plan(self, optimizer: Optimizer, watched: Watched) -> Watched:
+        parameters = parameters_of(optimizer)
+        order = self.in_backward_order([(parameters[i], place) for i, place in watched])
+        return [watched[position] for position in order]
+
+    def in_backward_order(self, pairs: list[tuple[torch.Tensor, ParameterPlace]]) -> list[int]:
+        """Positions of parameters, with their places, the first to have its gradient first.
+
+        Those that no autograd graph showed follow what belongs to modules that ran later.
+        """
+        ranks = [self._order.rank(place, parameter) for parameter, place in pairs]
+        known = [rank for rank in ranks if rank is not None]
+        if len(known) == len(pairs):
+            return sorted(range(len(pairs)), key=known.__getitem__)
+        ran = [self._forward_position(place) for _, place in pairs]
+        graphed = [(at, rank) for at, rank in zip(ran, ranks, strict=True) if rank is not None]
+        keys = [
+            (rank, 0)
+            if rank is not None
+            else (max((r for at, r in graphed if at >= own), default=-1), 1 - own)
+            for own, rank in zip(ran, ranks, strict=True)
+        ]
+        return sorted(range(len(pairs)), key=keys.__getitem__)
+
+    def _forward_position(self, place: ParameterPlace) -> int:
         """When the module that owns a parameter ran in this step or its last one; 0: never.
 
         A module may use the parameters of one inside it without calling that.

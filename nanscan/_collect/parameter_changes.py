@@ -7,6 +7,7 @@ Then those that may be the reason are looked at while they still are what they w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,9 +22,30 @@ from nanscan._data.site import Kind
 
 _SPOILED = "changed between two steps, by no optimizer"
 _UNSCANNED = "it went bad in a step after which it was not scanned"
+_AMID = "its optimizer made it so within this step, before it called the closure again"
 _MAX_STEPS = 64  # of optimizers that are remembered
 
 Watched = list[tuple[int, ParameterPlace]]  # by position in the optimizer
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """An optimizer's last step.
+
+    Attributes:
+        watched: its parameters.
+        resets: of the table then.
+        is_scanned: the parameters were scanned after it.
+        is_over: else it has called its closure, and may call it again.
+    """
+
+    watched: Watched
+    resets: int
+    is_scanned: bool
+    is_over: bool
+
+
+_NO_STEP = _Stepped([], -1, is_scanned=True, is_over=True)
 
 
 class ParameterChanges:
@@ -39,16 +61,23 @@ class ParameterChanges:
         self._table = table
         self._ticket = table.last_ticket  # when it was last asked
         self._spoiled: set[ParameterPlace] = set()  # looked at until they are fine
-        # By id(optimizer), the last to step comes last: its parameters, `resets` of the table then,
-        # and whether the parameters were scanned after it.
-        self._steps: dict[int, tuple[Watched, int, bool]] = {}
+        self._steps: dict[int, _Stepped] = {}  # by id(optimizer), the last to step comes last
 
-    def note_step(self, optimizer: int, watched: Watched, *, scanned: bool) -> None:
-        """Notes a step of an optimizer, by id."""
+    def note_step(
+        self, optimizer: int, watched: Watched, *, is_scanned: bool = True, is_over: bool = True
+    ) -> None:
+        """Notes a step of an optimizer, by id.
+
+        Args:
+            optimizer: the optimizer.
+            watched: its parameters.
+            is_scanned: they are scanned after the step.
+            is_over: False: the optimizer may change parameters, and call its closure again.
+        """
         self._steps.pop(optimizer, None)
         if len(self._steps) >= _MAX_STEPS:
             self._steps.pop(next(iter(self._steps)))
-        self._steps[optimizer] = watched, self._table.resets, scanned
+        self._steps[optimizer] = _Stepped(watched, self._table.resets, is_scanned, is_over)
 
     def look(self) -> Iterator[tuple[str, Scans]]:
         """Scans of parameters on the CPU that are bad by now, or fine again, and how it came.
@@ -58,21 +87,23 @@ class ParameterChanges:
         if self._table.last_ticket == self._ticket and not self._spoiled:
             return
         since, self._ticket = self._ticket, self._table.last_ticket
-        steps = {
-            place: (resets, scanned)
-            for watched, resets, scanned in self._steps.values()
-            for _, place in watched
-        }
-        scans: dict[str, Scans] = {_SPOILED: [], _UNSCANNED: []}
+        steps = {place: step for step in self._steps.values() for _, place in step.watched}
+        scans: dict[str, Scans] = {_SPOILED: [], _UNSCANNED: [], _AMID: []}
         for parameter, place in self._suspects(since):
-            resets, scanned = steps.get(place, (-1, True))
-            if resets == self._table.resets:  # an optimizer has changed it since the forward
-                continue
+            step = steps.get(place, _NO_STEP)
+            is_amid = step.resets == self._table.resets
+            if is_amid and (step.is_over or self._has_bad_gradients):
+                continue  # an optimizer has changed it since the forward, or for this reason
             row = _C.scan_once(parameter, False)
             if isinstance(row, bytes) and self._is_news(row, place):
                 described = _C.describe(parameter) or ("float32", ())
-                scans[_SPOILED if scanned else _UNSCANNED].append((place.param, row, described))
+                how = _AMID if is_amid else _SPOILED if step.is_scanned else _UNSCANNED
+                scans[how].append((place.param, row, described))
         yield from ((how, found) for how, found in scans.items() if found)
+
+    @property
+    def _has_bad_gradients(self) -> bool:
+        return any(self._table.nodes[row].kind.is_gradient for row, *_ in self._table.core.bad_rows)
 
     def _is_news(self, row: bytes, place: ParameterPlace) -> bool:
         was_bad, is_bad = place in self._spoiled, bool(nonfinite(np.frombuffer(row, ROW))[0])

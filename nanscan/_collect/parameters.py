@@ -36,7 +36,6 @@ class ParameterScans:
         self._optimizers = optimizers
         self._kinds = kinds
         self._buffers: dict[SinglePlace, tuple[int, int]] = {}  # id and version as last scanned
-        self._backward_order: dict[ParameterPlace, int] = {}  # where no optimizer has a plan
 
     def sweep(self, place: ModulePlace) -> Sweep | None:
         """What the parameters and buffers of a model hold before it first runs.
@@ -91,22 +90,16 @@ class ParameterScans:
     def scan_gradients(self, parameters: list[torch.Tensor]) -> None:
         """Scans gradients of some parameters, in the order in which backward made them."""
         known = [(p, self._registry.parameter(p, "")) for p in parameters]
-        places = [(p, place) for p, place in known if place is not None and place.watched]
-        places.sort(key=lambda pair: -self._optimizers.forward_position(pair[1]))
-        self._scanner.scan_all([(p.grad, place.grad) for p, place in places if p.grad is not None])
+        self._scan_gradients([(p, place) for p, place in known if place and place.watched])
 
     def scan_all_gradients(self) -> None:
         """Scans the gradients of all parameters, in the order in which backward made them."""
-        pairs = [
-            (grad, place)
-            for parameter, place in self._registry.live_parameters()
-            if (grad := parameter.grad) is not None
-        ]
-        if any(place not in self._backward_order for _, place in pairs):
-            position = self._optimizers.forward_position
-            self._backward_order = {place: -position(place) for _, place in pairs}
-        pairs.sort(key=lambda pair: self._backward_order[pair[1]])
-        self._scanner.scan_all([(grad, place.grad) for grad, place in pairs])
+        self._scan_gradients(list(self._registry.live_parameters()))
+
+    def _scan_gradients(self, parameters: list[tuple[torch.Tensor, ParameterPlace]]) -> None:
+        pairs = [pair for pair in parameters if pair[0].grad is not None]
+        order = [pairs[i] for i in self._optimizers.in_backward_order(pairs)]
+        self._scanner.scan_all([(g, place.grad) for p, place in order if (g := p.grad) is not None])
 
     def scan_all_parameters(self) -> None:
         """Scans all parameters, and the buffers that changed."""

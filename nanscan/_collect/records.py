@@ -197,7 +197,11 @@ class RecordQueue:
                 self.is_ahead = False
 
     def _context(self, turn: Turn) -> dict[str, Any]:
-        return {"turn": turn, "continues": self._tracker.continues}
+        return {
+            "turn": turn,
+            "continues": self._tracker.continues,
+            "entered": frozenset(self._tracker.entered),
+        }
 
     def _send(self, pending: _Pending) -> None:
         pending.context["calls"] = () if self._inputs is None else self._inputs.calls

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, SGD, Adagrad, Adam, Optimizer
 
+from nanscan._collect.closures import Closure, closure_of, with_closure
 from nanscan._data.site import Site
 from nanscan._scan.unwrap import plain_parts
 
@@ -53,7 +54,7 @@ class SkipStep:
             look: scans the gradients and returns them, and whether the host knows that those on
                 the CPU are finite. Called after the closure where there is one: it makes them.
         """
-        closure = _closure(args, kwargs)
+        closure = closure_of(args, kwargs)
         if closure is None:
             decision = self._decide(optimizer, *look())
             if decision is False:
@@ -63,23 +64,23 @@ class SkipStep:
             return (stand_in, *args[1:]), kwargs
         if isinstance(optimizer, LBFGS):
             undo = _Undo(optimizer)
-            looking = _Closure(
-                closure, lambda: undo.note(bad=bool(self._decide(optimizer, *look()))), undo=undo
+            undoing = _Undoing(
+                closure, lambda: undo.note(bad=bool(self._decide(optimizer, *look()))), undo
             )
-            return _with_closure(args, kwargs, looking)
+            return with_closure(args, kwargs, undoing)
         stand_in = _stand_in(args[0])
-        looking = _Closure(
+        looking = Closure(
             closure,
             lambda: _settle(stand_in, self._decide(optimizer, *look())),
             begin=lambda: _reset(stand_in),
         )
-        return _with_closure((stand_in, *args[1:]), kwargs, looking)
+        return with_closure((stand_in, *args[1:]), kwargs, looking)
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The step returned: gives the optimizer what the step set on its stand-in."""
-        closure = _closure(args, kwargs)
-        while isinstance(closure, _Closure):
-            if closure.undo is not None:
+        closure = closure_of(args, kwargs)
+        while isinstance(closure, Closure):
+            if isinstance(closure, _Undoing):
                 closure.undo.finish()
             closure = closure.inner
         stand_in = args[0]
@@ -198,50 +199,7 @@ def _takes_found_inf(optimizer: Optimizer) -> bool:
     )
 
 
-# -- closures --------------------------------------------------------------------------------------
-
-
-class _Closure:
-    """A closure that looks at the gradients it made.
-
-    Args:
-        inner: the closure.
-        on_gradients: called after it.
-        begin: called before it.
-        undo: takes back what happens between its calls.
-    """
-
-    def __init__(
-        self,
-        inner: Callable[[], Any],
-        on_gradients: Callable[[], None],
-        *,
-        begin: Callable[[], None] = lambda: None,
-        undo: _Undo | None = None,
-    ) -> None:
-        self.inner = inner
-        self.undo = undo
-        self._begin = begin
-        self._on_gradients = on_gradients
-
-    def __call__(self) -> Any:
-        self._begin()
-        loss = self.inner()
-        self._on_gradients()
-        return loss
-
-
-def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure if callable(closure) else None
-
-
-def _with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], closure: _Closure
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure}
-    return (args[0], closure, *args[2:]), kwargs
+# -- LBFGS -----------------------------------------------------------------------------------------
 
 
 class _Undo:
@@ -280,6 +238,16 @@ class _Undo:
                 state[key].clear()
                 state[key].update(self._state[key])
         self._gradients = None
+
+
+class _Undoing(Closure):
+    """A closure with what takes back the steps between its calls."""
+
+    def __init__(
+        self, inner: Callable[..., Any], on_gradients: Callable[[], None], undo: _Undo
+    ) -> None:
+        super().__init__(inner, on_gradients)
+        self.undo = undo
 
 
 def _copied(value: Any) -> Any:

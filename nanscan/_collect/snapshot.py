@@ -16,7 +16,7 @@ from nanscan import _C
 from nanscan._collect.history import History, Order
 from nanscan._collect.schedule import FULL, Turn
 from nanscan._data.kept import KeptCall
-from nanscan._data.places import ModulePlace, Node, ParameterPlace
+from nanscan._data.places import ModulePlace, Node, ParameterPlace, Place
 from nanscan._data.result import Record, ScanResult
 from nanscan._data.row import Rows
 
@@ -171,6 +171,7 @@ class StepRecord:
         scale: the GradScaler's in this step.
         first_scale: the GradScaler's in the first of the skipped steps.
         calls: the calls of outermost modules in the step, as far as their inputs are kept.
+        entered: modules of the step that were called while no other watched module ran.
     """
 
     step: int
@@ -193,11 +194,23 @@ class StepRecord:
     scale: float = math.nan
     first_scale: float = math.nan
     calls: tuple[KeptCall, ...] = ()
+    entered: frozenset[ModulePlace] = frozenset()
 
     def result(self, row: int) -> ScanResult:
         """A row as a result."""
         dtype, shape = self.describe(row) or ("float32", ())
         return ScanResult(self.rows[row], shape, getattr(torch, dtype))
+
+    def around(self, place: Place) -> ModulePlace | None:
+        """The module whose forward called a module; None: a caller outside of the model did.
+
+        A module that contains it, and never runs, such as a ModuleList, is not that module.
+        """
+        around = place.parent
+        outer = [*place.parents()]
+        if place in self.entered and not self.entered.intersection(outer):
+            return None
+        return next((owner for owner in outer if owner.called), around)
 
     def limit(self, row: int) -> float:
         """Largest finite value of the dtype scanned into a row."""

@@ -39,13 +39,16 @@ class StepTracker:
     forward while none is; and only at `Monitor.step()` once that was called. Where a backward ran
     though no optimizer holds the parameters, other code updates them between the end of that
     backward and the next forward: the step lasts until then. An outermost forward without gradients
-    in a training run (validation) is judged when it ends and belongs to the step it runs in.
+    in a training run (validation) is judged when it ends and belongs to the step it runs in. Where
+    code calls the parts of a model that never runs itself, a step of inference lasts until a part
+    is called again.
 
     Attributes:
         step: number of the current step, from 0.
         continues: the first part of the current step was judged as a step by itself.
         waits_for_optimizer: whether an optimizer holds the parameters; None: nobody has looked yet.
         is_by_hand: other code than an optimizer updates the parameters.
+        entered: outermost modules that returned in the current step.
     """
 
     def __init__(self) -> None:
@@ -53,14 +56,18 @@ class StepTracker:
         self.continues = False
         self.waits_for_optimizer: bool | None = None
         self.is_by_hand = False
+        self.entered: set[ModulePlace] = set()
         self._is_update_due = False  # by other code, before the next forward
+        self._is_split = False  # the step has the calls of a model that is called in parts
         self._is_manual = False
         # Outermost modules whose forward with gradients ended since the last step did.
         self._ended: set[ModulePlace] = set()
         self._step_after_forward = -1  # the last one ended with a forward; a backward may follow
 
-    def on_before_forward(self) -> Decision:
-        """An outermost module is about to run, or all that was scanned is asked for."""
+    def on_before_forward(self, place: ModulePlace | None = None) -> Decision:
+        """An outermost module is about to run; None: all that was scanned is asked for."""
+        if self._is_split and place in self.entered and not (self._is_manual or self.is_by_hand):
+            return END
         if not self._is_update_due:
             return NOTHING
         self._is_update_due = False
@@ -76,11 +83,13 @@ class StepTracker:
             with_gradients: autograd was recording.
             is_recomputing: a checkpoint runs the module again, inside of a backward.
         """
-        if self._is_manual or is_recomputing:
+        if is_recomputing:
+            return NOTHING
+        self.entered.add(place)
+        if self._is_manual:
             return NOTHING
         if not (self.is_by_hand or self.waits_for_optimizer):
-            self._step_after_forward = self.step + 1 if with_gradients else -1
-            return END
+            return self._after_inference(place, with_gradients=with_gradients)
         if not with_gradients:  # validation starts afresh; a teacher amid a step must not split it
             return Decision(look="always", restart=not self._ended)
         was_there = place in self._ended
@@ -89,6 +98,13 @@ class StepTracker:
             return Decision(look="if known bad")
         # Its last call led to no optimizer step: accumulation, or a GradScaler skipped it.
         return Decision(look="if bad") if was_there else NOTHING
+
+    def _after_inference(self, place: ModulePlace, *, with_gradients: bool) -> Decision:
+        if place.parent is not None and not any(around.called for around in place.parents()):
+            self._is_split = True
+            return Decision(look="if bad")
+        self._step_after_forward = self.step + 1 if with_gradients else -1
+        return END
 
     def on_before_backward(self, *, is_trainable: bool, has_scans: bool) -> None:
         """A backward of a watched model starts, and no optimizer holds the parameters.
@@ -126,4 +142,6 @@ class StepTracker:
         """The step was ended, as decided; the next one begins."""
         self.step += 1
         self.continues = False
+        self._is_split = False
         self._ended.clear()
+        self.entered.clear()

@@ -6,10 +6,12 @@ import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
+from torch import nn
 from torch.autograd import graph
 from torch.utils import checkpoint
 
@@ -43,6 +45,18 @@ _COMPILERS = tuple(
     f"{_TORCH / part}{os.sep}"
     for part in ("_dynamo", "_functorch", "_inductor", "_higher_order_ops")
 )
+
+
+def modules_calling() -> Iterator[nn.Module]:
+    """Modules whose methods have led to this call, innermost first."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - where inspect is too slow
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and not is_library(code.co_filename):
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, nn.Module):
+                yield first
+        frame = frame.f_back
 
 
 def is_compiler_calling() -> bool:

@@ -30,6 +30,13 @@ class Place:
         self.parent = parent
         self.watched = True
 
+    def parents(self) -> Iterator[ModulePlace]:
+        """The modules around it, innermost first."""
+        around = self.parent
+        while around is not None:
+            yield around
+            around = around.parent
+
     def is_inside(self, other: Place) -> bool:
         """Whether this is `other` or lies within it."""
         place: Place | None = self

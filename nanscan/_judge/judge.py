@@ -262,7 +262,7 @@ class Judge:
             if not new:
                 continue
             node, sources = record.nodes[row], provenance.sources.get(row, set())
-            is_inner = node.kind is Kind.INPUT and node.place.parent is not None
+            is_inner = node.kind is Kind.INPUT and record.around(node.place) is not None
             if not (node.kind is Kind.OUTPUT or is_inner) or sources & self._lasting.rows.keys():
                 break  # what is worse comes from the caller, or was kept
             samples = _samples(new, before[row].size)

@@ -51,6 +51,7 @@ class Provenance:
         roots: of each bad row the one with which it began: itself where it was made.
         behind: of buffers that are roots: what spoiled them began with.
         handed_in: bad rows that the caller of an outermost module handed in.
+        unclear: inputs that the caller handed in, or code of a container that does not run made.
     """
 
     def __init__(  # noqa: PLR0913 - what is known of rows before this record
@@ -80,6 +81,7 @@ class Provenance:
         self.roots: dict[int, int] = {}
         self.behind: dict[int, int] = {}
         self.handed_in: set[int] = set()
+        self.unclear: set[int] = set()
         self._first: dict[Kind, int] = {}  # of rows that were made for one reason
         self._known: set[int] = set()
         self._live: list[int] = []  # what may be found in what comes next, quiet rows aside
@@ -92,7 +94,7 @@ class Provenance:
             self.roots[row] = self._root(row)
             self._add(row)
             node = record.nodes[row]
-            is_made = node.kind is not Kind.INPUT or node.place.parent is not None
+            is_made = node.kind is not Kind.INPUT or record.around(node.place) is not None
             self._has_made |= is_made and bool(self._live) and self._live[-1] == row
 
     # -- groups of rows with one root --------------------------------------------------------------
@@ -133,8 +135,8 @@ class Provenance:
     def is_returned(self, row: int) -> bool:
         """Whether an outermost module returned what is in a row."""
         place = self._record.nodes[row].place
-        while place.parent is not None:
-            place = place.parent
+        while (around := self._record.around(place)) is not None:
+            place = around
         if not isinstance(place, ModulePlace):
             return False
         return any(row == node.row or row in node.sources for node in place.outputs.walk())
@@ -211,7 +213,13 @@ class Provenance:
         return self._all_live()
 
     def _of_input(self, row: int, node: Node) -> set[int]:
-        is_given = node.place.parent is None and not (node.computed and self._is_preceded(row))
+        around = self._record.around(node.place)
+        if around is None and node.place.parent is not None and self._may_be_made(row):
+            # A part of a container that does not run: code of the container may have made it.
+            if not (self._live or self._has_made):
+                self.unclear.add(row)
+            return self._all_live()
+        is_given = around is None and not (node.computed and self._is_preceded(row))
         if is_given and not self._has_made:
             # A cache, a state or a token that the same model made in the step before?
             nodes = self._record.nodes
@@ -220,6 +228,15 @@ class Provenance:
                 self.handed_in.add(row)
             return earlier
         return self._all_live()
+
+    def _may_be_made(self, row: int) -> bool:
+        """Whether code may have made an input of what a module returned before, unseen by autograd.
+
+        What code makes of an output that has a history has one, too.
+        """
+        order, nodes = self._record.order, self._record.nodes
+        earlier = (nodes[r] for r in self._record.scanned() if order[r] < order[row])
+        return any(node.kind is Kind.OUTPUT and not node.computed for node in earlier)
 
     def _is_preceded(self, row: int) -> bool:
         order = self._record.order

@@ -99,8 +99,10 @@ class StepVerdicts:
         if self._provenance.sources.get(row):
             return _Conclusion("propagated", _HOW["propagated"])
         if node.kind in (Kind.INPUT, Kind.LOSS, Kind.PROBE):
-            around = node.place.parent
+            around = self._record.around(node.place)
             where = f", in the forward of {around.name}" if around is not None else ""
+            if row in self._provenance.unclear:
+                where = ", or handed in by the caller"
             how = f"made by code outside of any module{where}"
             return _Conclusion("origin", how, self._between(row))
         between = self._between(row) if node.kind.is_gradient else None
@@ -230,7 +232,7 @@ class StepVerdicts:
         return [
             row
             for row in self._record.scanned()
-            if nodes[row].kind is Kind.INPUT and not nodes[row].place.parent
+            if nodes[row].kind is Kind.INPUT and not self._record.around(nodes[row].place)
         ]
 
     def _seen(self, rows: Iterable[int], *, as_known: bool = False) -> list[Seen]:

@@ -223,8 +223,8 @@ def test_two_models_that_train_against_each_other(scope):
     (-critic(generator(batch(2))).mean()).backward()
     ours.step()
     first = monitor.findings[0]
-    prefix = {"model": "aside", "global": "Net#2"}[scope]
-    assert (str(first.site), first.verdict) == (f"{prefix}.fc1 grad_output", "origin")
+    name = {"model": "aside.act.fc1", "global": "Net#2.fc1"}[scope]  # what the root reaches
+    assert (str(first.site), first.verdict) == (f"{name} grad_output", "origin")
     assert {f.verdict for f in monitor.findings[1:]} == {"propagated"}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from helpers.models import SCOPES, Net, batch, enable, infer, set_nan, sgd, train
 from nanscan._collect.steps import END, NOTHING, Decision, StepTracker
 from nanscan._data.places import ModulePlace
 
@@ -160,3 +161,30 @@ def test_something_else_in_between_keeps_the_steps_apart():
     tracker.ended()
     EVENTS["backward"](tracker)  # with scans since
     assert (tracker.step, tracker.continues) == (1, False)
+
+
+@SCOPES
+def test_forwards_before_the_first_optimizer_step_belong_to_step_0(scope):
+    """Sanity checks of a trainer, and rollouts of an agent."""
+    model = Net()
+    optimizer = sgd(model)
+    monitor = enable(scope, model, action="log")
+    infer(model, batch(), batch(1), set_nan(batch(2)))
+    assert monitor.steps == 0
+    train(model, optimizer, [batch(), set_nan(batch())])
+    assert monitor.steps == 2
+    assert [f.step for f in monitor.findings if str(f.site) == "Net input[0]" and f.is_fault] == [
+        0,
+        1,
+    ]
+
+
+@SCOPES
+def test_inference_without_an_optimizer_has_a_step_for_each_forward(scope):
+    model = Net()
+    monitor = enable(scope, model)
+    infer(model, batch(), batch())
+    optimizer = sgd(model)
+    assert monitor.steps == 2
+    train(model, optimizer, [batch()] * 2)
+    assert monitor.steps == 4
