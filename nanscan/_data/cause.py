@@ -12,7 +12,7 @@ class Cause:
     Attributes:
         title: what happened, in one line.
         evidence: the numbers it rests on.
-        remedy: what to change, as code where possible.
+        remedy: what to change, as code where possible; "" where nothing is known to help.
     """
 
     title: str

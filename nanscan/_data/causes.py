@@ -16,16 +16,17 @@ _SAFE_ARGUMENT = (
 )
 
 
-def masked_rows(evidence: str, count: int, of: str = "the softmax") -> Cause:
+def masked_rows(evidence: str, count: int, of: str = "the softmax", remedy: str = UNMASK) -> Cause:
     """A softmax has rows that hold nothing but -Inf.
 
     Args:
         evidence: the numbers.
         count: how many rows.
         of: what, with its article.
+        remedy: what to change.
     """
     verb = "is" if count == 1 else "are"
-    return Cause(f"{plural(count, 'row')} of {of} {verb} fully masked", evidence, UNMASK)
+    return Cause(f"{plural(count, 'row')} of {of} {verb} fully masked", evidence, remedy)
 
 
 def zero_variance(evidence: str, layer: str, eps: float, dtype: str = "") -> Cause:
@@ -59,8 +60,10 @@ def second_moment_overflow(
     return Cause(
         f"{optimizer}'s {moment} overflows {dtype}: the gradient's square does not fit",
         evidence,
-        "keep parameters in float32 and use torch.autocast; or scale the loss down, or "
-        "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)",
+        "keep parameters in float32 and use torch.autocast; or "
+        "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)"
+        if dtype == "float16"
+        else "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0) before the step",
     )
 
 

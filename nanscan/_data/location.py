@@ -38,7 +38,7 @@ class Operand:
         dtype: of the tensor.
         shape: of the tensor.
         stats: counts and extremes before the op ran; with mean, std and zero_count where
-            `has_moments`. None: it could not be scanned. Of an integer tensor it is often not known.
+            `has_moments`. None: it is not floating point, or could not be scanned.
         has_moments: `stats` has moments. Not of what an op changed in place, on the CPU.
         made_by: the op that made it, and its line: "aten.add.Tensor, net.py:12"; "" where it came
             from outside.
@@ -47,6 +47,7 @@ class Operand:
         aliases: other names of the parameter, where weights are tied.
         maker: the op that made it, as far as that is known; None likewise. Its operands know their
             own makers, a few ops deep.
+        integers: of an integer tensor on the CPU, `stats` of its values; None of any other.
         numbers: of a small integer tensor its values, in row-major order; () of any other.
     """
 
@@ -60,6 +61,7 @@ class Operand:
     kind: str = ""
     aliases: tuple[str, ...] = ()
     maker: Op | None = field(default=None, repr=False)
+    integers: ScanResult | None = field(default=None, repr=False)
     numbers: tuple[int, ...] = field(default=(), repr=False)
 
 
@@ -115,6 +117,10 @@ class Location:
         output_index: of backward: which of the node's gradients is the first bad one.
         forward: of backward: the forward op that created the node, with its operands as they were.
         consumers: of backward: names of ops that took what `forward` returned.
+        takers: of forward: the ops that took what `at` returned, and those that took what these
+            returned.
+        hidden_values: of a product of non-finite values, how many bad values of the result come of
+            weights that are all 0.
         hidden_by: the op that dropped the non-finite values of the forward and returned finite
             ones, such as torch.where or clamp; where `at` ran in backward and the forward was
             finite, an op that selects from what `forward` returned. Of "wiped-out": the op that
@@ -139,6 +145,8 @@ class Location:
     output_index: int | None = None
     forward: Op | None = None
     consumers: tuple[str, ...] = ()
+    takers: tuple[tuple[Op, ...], ...] = field(default=(), repr=False)
+    hidden_values: int = 0
     hidden_by: Op | None = None
     consequence: Op | None = None
     consequence_node: str = ""
@@ -285,6 +293,7 @@ def _settings(op: Op) -> list[str]:
 def _cells(operand: Operand) -> list[str]:
     """Name, dtype and shape, what is bad, five numbers, and what is known of it."""
     stats, known = operand.stats, operand.what or operand.made_by
+    stats = operand.integers if stats is None else stats
     row = [operand.name, f"{dtype_name(operand.dtype)} {list(operand.shape)}"]
     if stats is None:
         return [*row, "", "", "", "", "", "", known]
@@ -294,7 +303,7 @@ def _cells(operand: Operand) -> list[str]:
     if stats.absmax is None:
         return [*row, bad, "no finite value" if stats.numel else "empty", *[""] * 4, known]
     numbers = {"min": stats.min, "max": stats.max, "absmax": stats.absmax}
-    if operand.has_moments:
+    if operand.has_moments or operand.stats is None:
         numbers |= {"mean": stats.mean, "std": stats.std}
     values = [f"{name} {figure(x or 0.0)}" for name, x in numbers.items()]
     values += [""] * (5 - len(values))

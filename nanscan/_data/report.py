@@ -63,7 +63,8 @@ def causes(found: Sequence[Cause]) -> list[str]:
     lines: list[str] = []
     for cause in found:
         lines += block("cause", [cause.title])
-        lines += block("", [f"evidence: {cause.evidence}", f"remedy: {cause.remedy}"])
+        lines += block("", [f"evidence: {cause.evidence}"])
+        lines += block("", [f"remedy: {cause.remedy}"] if cause.remedy else [])
     return lines
 
 

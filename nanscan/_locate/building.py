@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from nanscan._data.location import Direction, Location, Op, Operand, Verdict
 from nanscan._data.places import ModulePlace
 from nanscan._data.result import ScanResult
@@ -34,6 +36,7 @@ _HOW_OF: dict[str, str] = {
 }
 _SELECTS = ("where", "masked_fill", "masked_select", "index", "index_put", "masked_scatter")
 _MAX_DEPTH = 4  # of makers of operands
+_MAX_TAKERS = 8  # ops that took one result
 _MAX_WIDTH = 3  # an op with more operands is told without their makers
 
 
@@ -53,9 +56,7 @@ class LocationBuilder:
         self._names = names
         self._trace = trace
 
-    def build(
-        self, taint: Taint, events: list[Event], verdict: Verdict | None = None
-    ) -> Location:
+    def build(self, taint: Taint, events: list[Event], verdict: Verdict | None = None) -> Location:
         """Builds a location with its causes.
 
         Args:
@@ -82,6 +83,8 @@ class LocationBuilder:
             output_index=_first_bad(event.outputs),
             forward=None if forward is None else self.op(forward),
             consumers=tuple(dict.fromkeys(consumer.info.name for consumer in consumers)),
+            takers=self._takers(event, events),
+            hidden_values=event.hidden_values,
             hidden_by=None if hidden_by is None else self.op(hidden_by),
             consequence=None if after is None else self.op(after),
             consequence_node="" if after is None or not after.node else _node_name(after.node),
@@ -121,6 +124,17 @@ class LocationBuilder:
             return forward
         return self._forward_of(forward) or forward  # a double backward: its first forward
 
+    def _takers(self, event: Event, events: list[Event]) -> tuple[tuple[Op, ...], ...]:
+        if event.node is not None:
+            return ()
+        first = _consumers(event, events)[:_MAX_TAKERS]
+        second = [_consumers(taker, events)[:_MAX_TAKERS] for taker in first]
+        flat = {id(taker): taker for takers in second for taker in takers}
+        return tuple(
+            tuple(self.op(taker, _MAX_DEPTH) for taker in takers)
+            for takers in (first, flat.values())
+        )
+
     def op(self, event: Event, depth: int = 0) -> Op:
         """What a report knows of an op.
 
@@ -149,9 +163,7 @@ class LocationBuilder:
             event.call,
         )
 
-    def _operand(
-        self, name: str, value: Value, depth: int, *, is_result: bool = False
-    ) -> Operand:
+    def _operand(self, name: str, value: Value, depth: int, *, is_result: bool = False) -> Operand:
         named, made_by, maker = Named(), "", None
         if depth == 0:
             named = self._names.named(value.ref())
@@ -163,11 +175,13 @@ class LocationBuilder:
             if depth < _MAX_DEPTH and is_told:  # not of an op of an earlier step
                 maker = self.op(value.maker, depth + 1)
         row = value.row if value.moments is None else value.moments
-        stats, shape = None, tuple(value.shape)
-        has_moments = value.moments is not None
-        if row is not None:
+        stats, integers, shape = None, None, tuple(value.shape)
+        has_moments = value.row is not None and value.moments is not None
+        if value.row is not None and row is not None:
             stats = ScanResult(row, shape, value.dtype, moments=has_moments)
-        known = (has_moments, made_by, named.kind, named.aliases, maker, value.numbers)
+        elif row is not None:
+            integers = ScanResult(row, shape, torch.float64, moments=True)
+        known = (has_moments, made_by, named.kind, named.aliases, maker, integers, value.numbers)
         return Operand(name, named.name, value.dtype, shape, stats, *known)
 
 

@@ -315,9 +315,9 @@ class Locating(Listener):
         self._trace.thread.optimizer = None
         self._is_after_backward = False
         self._names.use_optimizer(optimizer)
-        is_scaled = self._scaler is not None and not self._is_follow_up
-        if is_scaled and self._may_be_bad and _has_skipped(self._scaler, optimizer):
-            self._forgive_scale_search(self._scaler.get_scale())
+        scaler = None if self._is_follow_up else self._scaler
+        if scaler is not None and self._may_be_bad and _has_skipped(scaler, optimizer):
+            self._forgive_scale_search(scaler.get_scale())
         if self._may_be_bad:
             for state in optimizer.state.values():
                 self._reached(state, "the optimizer's state")

@@ -24,6 +24,7 @@ from nanscan._scan.dispatch import scan_anywhere
 
 _COUNTS = struct.Struct("<3Q")
 _RECENT = 8  # an op adds at most so many taints
+_PRODUCTS = ("aten.mul.Tensor", "aten.bmm.default", "aten.mm.default", "aten.addmm.default")
 _MAX_NUMBERS = 1024  # integers of an operand that are kept
 
 # Where non-finite values come from.
@@ -144,6 +145,8 @@ class TaintTracker:
         is_news = taint.event is event or taint.consequence is event
         if operands is not None and is_news and taint.source != "mask":
             _add_moments_to_all(event, operands)
+            if taint.source == "outside" and event.info.name in _PRODUCTS:
+                event.hidden_values = _hidden_values(event, operands)
             is_made = taint.source in ("made", "negative-inf") and taint.event is event
             if is_made and not event.info.written and any(map(_is_stale, event.operands)):
                 taint.source = "outside"
@@ -231,8 +234,8 @@ class TaintTracker:
             is_made = has_nan or (has_posinf and not event.settings.get("zero_infinity"))
             return self._add("made" if is_made else "negative-inf", event)
         taint = _first_by_precedence(taken)
-        if taint.source == "uninitialised" and taint.consequence is None:
-            taint.consequence = event
+        if taint.source == "uninitialised" and not event.info.is_view:
+            taint.consequence = taint.consequence or event
         if taint.source == "outside" and taint.event.info.is_view:
             taint.event = event  # an op that computes says more than one that makes a view
         if not has_nan or any(_counts(value)[0] for value in taken):
@@ -317,6 +320,21 @@ def _add_moments_to_all(event: Event, operands: list[torch.Tensor]) -> None:
     for value, result in zip(event.results, results, strict=True):
         if result is not None:
             _add_moments(value, result)
+
+
+def _hidden_values(event: Event, operands: list[torch.Tensor]) -> int:
+    """How many bad values of a product come of factors that are exactly 0, and of no other."""
+    result = event.results[0].ref()
+    if result is None or len(operands) < 2 or event.info.written:  # noqa: PLR2004 - a product
+        return 0
+    left, right = (x.detach() for x in operands[-2:])  # addmm has what it adds before them
+    if left.is_sparse or right.is_sparse or left.device.type != "cpu":
+        return 0
+    bad = [(~x.isfinite()).float() for x in (left, right)]
+    weights = [(x != 0).float() for x in (left, right)]
+    multiply = torch.mul if event.info.name == "aten.mul.Tensor" else torch.matmul
+    reached = multiply(weights[0], bad[1]) + multiply(bad[0], weights[1])
+    return int(((reached == 0) & ~result.detach().isfinite()).sum())
 
 
 def _add_moments(value: Value, tensor: torch.Tensor) -> None:

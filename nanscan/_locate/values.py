@@ -113,6 +113,8 @@ class Event:
         in_optimizer: an optimizer ran it.
         outputs: the gradients that the node returned, once it is done; None where the op does not
             run in a node, or sums gradients after it.
+        hidden_values: of a product that was given non-finite values, how many bad values of the
+            result come of weights that are all 0. Counted where that may be the fault.
     """
 
     # Class attributes, as in Value.
@@ -124,6 +126,7 @@ class Event:
     recomputed = False
     in_optimizer = False
     outputs: list[Value | None] | None = None
+    hidden_values = 0
 
     def __init__(self, number: int, step: int, info: OpInfo) -> None:
         self.number = number

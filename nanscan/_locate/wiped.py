@@ -21,10 +21,18 @@ from nanscan._locate.taint import Taint
 from nanscan._locate.values import Event, Value
 
 _DEPTH = 4  # how many ops lie at most between what is divided and what overflowed
-_KEEP = frozenset(
-    ["mean", "amax", "max", "clamp", "clamp_min", "clamp_max", "maximum", "_to_copy", "clone"]
-    + ["neg", "abs", "stack", "cat", "detach", "alias"]
+_KEEP: tuple[str, ...] = (
+    "mean",
+    "amax",
+    "max",
+    "maximum",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "_to_copy",
+    "clone",
 )
+_KEEP += ("neg", "abs", "stack", "cat", "detach", "alias")
 
 
 def wiped_by(taint: Taint, events: Iterable[Event], op_of: Callable[[Event], Op]) -> Event | None:
@@ -91,7 +99,9 @@ class _Followed:
         return max(tops) * max(factors, default=0.0) >= least
 
     def _follow(self, event: Event, call: OpCall) -> None:
-        ceilings = [self.ceilings[key] for _, v in event.operands if (key := _key(v)) in self.ceilings]
+        ceilings = [
+            self.ceilings[key] for _, v in event.operands if (key := _key(v)) in self.ceilings
+        ]
         floors = [self.floors[key] for _, v in event.operands if (key := _key(v)) in self.floors]
         above = _ceiling(call, max(ceilings)) if ceilings else None
         below = _floor(call, max(ceilings)) if ceilings else None
@@ -107,19 +117,15 @@ class _Followed:
 def _ceiling(call: OpCall, most: float) -> float | None:
     """How large a result is at most, of an operand that is at most so large."""
     function, number = call.function, call.number("other")
-    if function in _KEEP:
-        return most
-    if function == "sqrt":
-        return math.sqrt(most)
     if function in ("sum", "linalg_vector_norm", "norm"):
         return most * (call.reduced or 1)
     if function == "add":
         return most + (call.absmax("other") or 0.0)
-    if function == "mul" and number is not None:
-        return most * abs(number)
-    if function == "div" and number:
-        return most / abs(number)
-    return None
+    if function in ("mul", "div") and number:
+        return most * abs(number) if function == "mul" else most / abs(number)
+    if function == "sqrt":
+        return math.sqrt(most)
+    return most if function in _KEEP else None
 
 
 def _floor(call: OpCall, most: float) -> float | None:
