@@ -157,7 +157,7 @@ class LocationBuilder:
             tuple(self._operand(name, value, depth) for name, value in event.operands),
             tuple(
                 self._operand(name, value, depth, is_result=True)
-                for name, value in zip(results, event.results, strict=True)
+                for name, value in zip(results, event.results, strict=False)  # none: of old ones
             ),
             {name: x for name, x in settings.items() if _is_simple(x)},
             event.call,

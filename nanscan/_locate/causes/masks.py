@@ -143,8 +143,8 @@ def nan_behind_a_mask(evidence: OpEvidence) -> Cause | None:
         "a weight of 0 does not hide a NaN: 0 * NaN is NaN",
         f"{named(bad)} has {bad_of(bad.stats)}; all {total:,} bad values of the result come of "
         "weights that are exactly 0",
-        "x.masked_fill(hidden, 0) before the product, where hidden says which values the weights of "
-        "0 are to hide",
+        "x.masked_fill(hidden, 0) before the product, where hidden says which values the weights "
+        "of 0 are to hide",
     )
 
 

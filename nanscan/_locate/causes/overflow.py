@@ -270,8 +270,8 @@ def _wider(call: OpCall) -> str:
         if largest is not None and largest < limit(wide):
             if wide is torch.float64:
                 return (
-                    "normalise what feeds it: values this large have mostly diverged. float64 holds "
-                    "them: x.double()"
+                    "normalise what feeds it: values this large have mostly diverged. float64 "
+                    "holds them: x.double()"
                 )
             return "keep this place in float32: x.float() of what goes into it"
     return "normalise what feeds it"
