@@ -162,33 +162,27 @@ def _formula_remedy(call: OpCall, argument: Operand) -> str:
     return text
 
 
-def _division_remedy(call: OpCall, found: Domain) -> str:
+def _division_remedy(call: OpCall, found: Domain) -> str:  # noqa: PLR0911 - a table
     """What to do about a division by 0, by the ops that made its operands."""
     above, below = (next(makers(call.tensors.get(n)), None) for n in ("self", found.argument))
     eps = safe_eps(call.made.dtype)
-    if (
-        above is not None
-        and below is not None
-        and (above.function, below.function)
-        == (
-            "exp",
-            "sum",
-        )
-    ):
+    pair = tuple("" if maker is None else maker.function for maker in (above, below))
+    if pair == ("exp", "sum"):
         return f"F.softmax(scores, dim=-1); of rows that are fully masked: {UNMASK}"
-    if below is not None and below.function in ("linalg_vector_norm", "norm"):
+    if pair[1] in ("linalg_vector_norm", "norm"):
         return f"F.normalize(x, dim=-1), with eps={eps:g}: it divides by norm.clamp(min=eps)"
-    if below is not None and below.function in ("std", "var"):
+    if pair[1] in ("std", "var"):
         return f"(x - mean) / (std + eps) with eps={eps:g}"
     if _is_count(call.tensors.get(found.argument)):
         return "total / count.clamp(min=1)"
     divisor = call.stats(found.argument)
-    is_positive = divisor is not None and divisor.min is not None and divisor.min >= 0
-    if below is not None and below.function == "sum" and is_positive:
+    if divisor is None or divisor.min is None or divisor.min < 0:
+        return _DIVISOR
+    if pair[1] == "sum":
         return f"x / x.sum().clamp(min={eps:g}); where it is a count, .clamp(min=1)"
-    if is_positive and call.made.dtype != torch.float16:
-        return f"x / y.clamp(min=eps) with eps={eps:g}, where y >= 0; or {_DIVISOR}"
-    return _DIVISOR
+    if call.made.dtype == torch.float16:
+        return _DIVISOR
+    return f"x / y.clamp(min=eps) with eps={eps:g}, where y >= 0; or {_DIVISOR}"
 
 
 _DIVISOR = "y = torch.where(y == 0, 1, y) before the division"
@@ -224,10 +218,10 @@ def eps_rounds_to_zero(evidence: OpEvidence) -> Cause | None:
         return None
     return Cause(
         f"{found.what} zero: its eps={eps:g} is 0 in {dtype}",
-        f"{argument.made_by} was to keep {named(argument)} from 0, which has {zeros(argument)}; the "
-        f"smallest {dtype} is {smallest(argument.dtype):.1e}",
-        f"eps={safe_eps(argument.dtype):g}, which {dtype} holds; where no gradient is needed, the "
-        "same in float32: x.float()",
+        f"{argument.made_by} was to keep {named(argument)} from 0, which has "
+        f"{zeros(argument)}; the smallest {dtype} is {smallest(argument.dtype):.1e}",
+        f"eps={safe_eps(argument.dtype):g}, which {dtype} holds; where no gradient is needed, "
+        "the same in float32: x.float()",
     )
 
 
