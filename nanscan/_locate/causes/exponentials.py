@@ -63,7 +63,7 @@ def _bounded(call: OpCall, ends: float) -> str:
     given = call.tensors.get("exponent" if call.function == "pow" else "self")
     is_narrow = call.made.dtype == torch.float16 and call.function == "exp"
     if is_narrow and given and absmax(given) < math.log(limit(torch.float32)):
-        return f"keep it in float32: x.float().exp(); or {text}"
+        return f"{text}; where no gradient is needed, x.float().exp()"
     return text
 
 
