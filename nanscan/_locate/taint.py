@@ -228,7 +228,8 @@ class TaintTracker:
                 value.taint = self._taint_of_unseen(value, event)
         has_nan = any(_counts(value)[0] for value in bad)
         if not taken:
-            if any(_is_nonfinite_number(x) for x in event.settings.values()):
+            is_written = any(_is_nonfinite_number(x) for x in event.settings.values())
+            if is_written and not event.in_optimizer:  # a learning rate is no mask
                 return self._add("negative-inf" if has_nan else "mask", event)
             has_posinf = any(_counts(value)[1] for value in bad)
             is_made = has_nan or (has_posinf and not event.settings.get("zero_infinity"))

@@ -728,6 +728,7 @@ def evidence(location):
 
 OTHERS = {
     "bad_before_the_search": "says where to look: nothing that ran made it",
+    "nonfinite_setting": "says where to look",
     "masked_query": "no kernel of the CPU makes NaN of a masked row",
     "denominator_zero": "below",
     "fused_denominator_zero": "below",

@@ -31,6 +31,7 @@ from nanscan._locate.causes.overflow import (
     denominator_zero,
     exponential,
     fused_denominator_zero,
+    nonfinite_setting,
     overflow,
     second_moment_overflow,
     small_divisor,
@@ -61,7 +62,13 @@ _RULES: tuple[tuple[Rule[OpEvidence, Cause], ...], ...] = (
     (fully_masked_rows, masked_row_by_hand, masked_query, zero_times_inf),
     (variance_of_too_few, mean_of_nothing, all_labels_ignored, ctc_target_too_long),
     (single_value_a_channel, zero_variance),
-    (denominator_zero, fused_denominator_zero, second_moment_overflow, update_overflow),
+    (
+        nonfinite_setting,
+        denominator_zero,
+        fused_denominator_zero,
+        second_moment_overflow,
+        update_overflow,
+    ),
     (
         equal_singular_values,
         eps_rounds_to_zero,

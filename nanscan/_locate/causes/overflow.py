@@ -25,6 +25,21 @@ _FAR_APART = 8.0  # ratio of the largest values of two branches
 # Optimizers -------------------------------------------------------------------------------------
 
 
+@rule(directions=("optimizer",))
+def nonfinite_setting(evidence: OpEvidence) -> Cause | None:
+    """A number that an optimizer was set to is not finite, such as the learning rate."""
+    settings = {k: x for k, x in evidence.call.settings.items() if isinstance(x, float)}
+    bad = next(((k, x) for k, x in settings.items() if not math.isfinite(x)), None)
+    if bad is None:
+        return None
+    name = "the learning rate" if bad[0] == "lr" else "the learning rate, or another setting,"
+    return Cause(
+        f"{name} of the optimizer is {bad[1]:g}",
+        f"{evidence.location.op} was given {bad[0]}={bad[1]:g}",
+        "mend it where it is set: the optimizer's param_groups, or the scheduler that changes them",
+    )
+
+
 @rule(directions=("optimizer",), functions=("addcdiv",))
 def denominator_zero(evidence: OpEvidence) -> Cause | None:
     """The denominator sqrt(second moment) + eps is 0 only where eps rounds to 0."""

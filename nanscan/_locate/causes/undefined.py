@@ -294,8 +294,11 @@ def equal_singular_values(evidence: OpEvidence) -> Cause | None:
         return None
     if below is None or not (held := zeros(below)):
         return None
+    is_difference = below.shape[-2:-1] == below.shape[-1:]
     return Cause(
-        "two equal eigenvalues or singular values: the derivative of their vectors is not defined",
-        f"{node} divides by differences of them, with {held}",
+        "two equal eigenvalues or singular values: the derivative of their vectors is not defined"
+        if is_difference
+        else "a singular value of 0: the derivative of its vectors is not defined",
+        f"{node} divides by {'differences of ' if is_difference else ''}them, with {held}",
         "torch.linalg.svdvals(A) or eigvalsh(A) if the vectors need no gradient: theirs is defined",
     )
