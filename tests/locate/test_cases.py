@@ -17,7 +17,7 @@ def said(location):
     return " ".join(location.unlikely), " ".join(cause.remedy for cause in location.causes)
 
 
-# Functional code that overflows --------------------------------------------------------------------
+# Functional code that overflows -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,15 @@ def said(location):
 )
 def test_overflow_is_not_denied(make):
     x = torch.ones(2, requires_grad=True)
-    location = nanscan.locate(lambda: (x.sum() * make(x)).backward())
+
+    def step():
+        (x.sum() * make(x)).backward()
+
+    location = nanscan.locate(step)
     denied, _ = said(location)
     assert "overflow" not in denied
     assert "data" not in denied
-    assert "overflows float" in location.causes[0].title
+    assert "overflows" in location.causes[0].title
 
 
 def test_a_position_beyond_half_precision():
@@ -77,9 +81,9 @@ def test_what_hides_an_inf_is_named(hide, hider):
     assert "hides that, but not 0 * Inf = NaN in its backward" in location.causes[0].title
     _, remedies = said(location)
     assert "softmax" not in remedies
-    report = str(location)
+    report = " ".join(str(location).split())
     assert f"hidden by {hider}, " in report
-    assert "NaN at    aten.mul.Tensor in ExpBackward0: backward of aten.exp.default, " in report
+    assert "NaN at aten.mul.Tensor in ExpBackward0: backward of aten.exp.default, " in report
 
 
 def test_a_clamp_before_the_exponential_hides_nothing():
@@ -210,7 +214,7 @@ class Holds(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.tensor([1.0, NAN]))
-        self.tied = self.weight = nn.Parameter(torch.tensor([1.0, NAN]))
+        self.weight = nn.Parameter(torch.tensor([1.0, NAN]))
         self.cache = [(torch.tensor([1.0, NAN]), torch.ones(2))]
         self.which = ""
 
@@ -222,7 +226,7 @@ class Holds(nn.Module):
     ("which", "name", "kind"),
     [
         ("scale", "inner.scale", "buffer"),
-        ("weight", "inner.tied", "parameter"),
+        ("weight", "inner.weight", "parameter"),
         ("cache", "inner.cache[0][0]", "attribute"),
     ],
 )
@@ -230,13 +234,15 @@ def test_what_a_module_holds_is_named(which, name, kind):
     model = nn.Sequential()
     model.add_module("inner", Holds())
     model.inner.which = which
+    model.add_module("other", nn.Linear(2, 2))
+    model.other.weight = model.inner.weight
     location = nanscan.locate(lambda: model(torch.ones(2)))
     bad = location.operands[1]
     assert (bad.what, bad.kind) == (name, kind)
     assert location.causes[0].title == f"{name} was bad before anything ran"
     assert "sample" not in location.causes[0].remedy
     if kind == "parameter":
-        assert "\n  tied to   inner.tied is also inner.weight" in str(location)
+        assert "\n  tied to   inner.weight is also other.weight" in str(location)
 
 
 def test_the_call_of_a_module_is_told():
