@@ -16,6 +16,7 @@ import nanscan
 from nanscan import _C, _demo
 from nanscan._api import disable, enable
 from nanscan._data.location import Location
+from nanscan._data.text import plural
 from nanscan._locate.search import Locating
 from nanscan._monitor import Monitor
 from nanscan._scan import cuda
@@ -126,6 +127,8 @@ def _locate(options: argparse.Namespace) -> int:
     if search.location is not None:
         return 1
     print("nanscan: no op made a non-finite value that led anywhere", file=sys.stderr)  # noqa: T201
+    if search.scale_searches:
+        print(_scale_searches(search.scale_searches), file=sys.stderr)  # noqa: T201
     if search.absorbed is not None:
         print(f"absorbed, so no fault: {search.absorbed}", file=sys.stderr)  # noqa: T201
     if ended is not None:
@@ -136,13 +139,20 @@ def _locate(options: argparse.Namespace) -> int:
 def _finish(monitor: Monitor) -> None:
     monitor._judge_rest()  # noqa: SLF001
     disable()
-    faults = [finding for finding in monitor.findings if finding.verdict != "near-limit"]
+    faults = [finding for finding in monitor.findings if finding.is_fault]
+    searches = {finding.step for finding in monitor.findings if finding.verdict == "scale-search"}
     if faults:
         print(  # noqa: T201
             f"nanscan: {faults[0].site} was the first to go bad, in step {faults[0].step} "
-            f"({len(faults)} sites in all)",
+            f"({plural(len(faults), 'finding')} in all)",
             file=sys.stderr,
         )
+    elif searches:
+        print(f"nanscan: no fault; {_scale_searches(len(searches))}", file=sys.stderr)  # noqa: T201
+
+
+def _scale_searches(count: int) -> str:
+    return f"a GradScaler skipped {plural(count, 'step')} to find its scale, as it should"
 
 
 if __name__ == "__main__":

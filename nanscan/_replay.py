@@ -41,7 +41,8 @@ def replay(
     Raises:
         FileNotFoundError: there is no such step.
         ValueError: no arguments were saved.
-        RuntimeError: the model is not like the one that was saved.
+        RuntimeError: the model is not like the one that was saved; or the step does not run without
+            an argument that could not be saved.
 
     Synchronization: as for `locate`.
     """
@@ -55,6 +56,9 @@ def replay(
                 f"them has {', '.join(differing[:_MAX_NAMES])}"
             )
         model.load_state_dict(saved.state_dict, strict=False)
+    for name, buffer in saved.buffers.items():
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, buffer)
     for name, module in model.named_modules():
         module.training = saved.training.get(name, module.training)
     saved.restore_rng()
@@ -62,6 +66,13 @@ def replay(
         for kind, dtype in saved.autocast.items():
             contexts.enter_context(torch.autocast(kind, dtype=dtype))
         search = Locating(step=saved.step)
-        if step_fn is None:
-            return run(search, model, saved.args, saved.kwargs)
-        return run(search, step_fn, (model, *saved.args), saved.kwargs)
+        function, args = (model, saved.args) if step_fn is None else (step_fn, (model, *saved.args))
+        try:
+            return run(search, function, args, saved.kwargs)
+        except Exception as error:
+            if not saved.missing:
+                raise
+            raise RuntimeError(
+                f"nanscan: the step cannot run again without {', '.join(saved.missing)}: "
+                f"{saved.notes[saved.missing[0]]}"
+            ) from error

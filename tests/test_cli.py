@@ -174,3 +174,52 @@ def test_locate_leaves_the_scripts_own_exit_status_and_errors(script):
     assert done.returncode == 1
     assert "nanscan: aten." in done.stderr  # what was found
     assert "ValueError: Expected parameter logits" in done.stderr  # and the crash
+
+
+SCALED = """
+    import torch, torch.nn as nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    for i in range(20):
+        x = torch.randn(8, 16) * 3
+        with torch.autocast("cpu", torch.float16):
+            out = net(x)
+        loss = (out.float() - x[:, :4] * 4).pow(2).sum(1).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "locate"])
+def test_a_search_for_a_loss_scale_is_no_fault(script, command):
+    done = run(command, str(script(SCALED)))
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert "to find its scale, as it should" in done.stderr
+    assert "went bad" not in done.stderr
+    assert "made non-finite values" not in done.stderr
+
+
+WIPING = """
+    import torch
+
+    x = torch.full((4,), 900.0, dtype=torch.float16)
+    print(x * torch.rsqrt(x.pow(2).mean() + 1e-3))
+"""
+
+
+def test_locate_tells_what_is_lost_without_a_nan(script):
+    done = run("locate", str(script(WIPING)))
+    assert done.returncode == 1
+    assert "nanscan: aten.pow.Tensor_Scalar overflowed, step 0 (Inf here, and 0" in done.stderr
+
+
+def test_the_last_words_are_of_faults_only(script):
+    absorbing = BROKEN.replace("model(batch)", "model(batch.nan_to_num())")
+    done = run("run", str(script(absorbing)))
+    assert "went bad" not in done.stderr

@@ -7,7 +7,7 @@ import logging
 import random
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,14 @@ _logger = logging.getLogger("nanscan")
 
 _MAX_CALLS = 8  # outermost modules of one step whose last call is kept
 _MAX_DEPTH = 16  # of nested containers
+_MAX_COPIED = 1 << 28  # bytes of one call that are copied
 
 
 class KeptInputs:
-    """Keeps how calls of outermost modules began, without a copy of any tensor.
+    """Keeps how calls of outermost modules began.
+
+    It copies what calls of a module change in place, such as a KV cache or running statistics. Of
+    the first call, of which that is not known yet, it copies buffers and what containers hold.
 
     Args:
         registry: places of modules.
@@ -34,6 +38,7 @@ class KeptInputs:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._calls: dict[int, KeptCall] = {}  # by id(module), latest last
+        self._changing: dict[int, set[str]] = {}  # by id(module), paths that its calls change
         self._steps = 0  # that optimizers have taken
         self.is_needed = True  # False: nothing more will be saved
         self._has_warned = False
@@ -54,7 +59,7 @@ class KeptInputs:
         """Keeps a call that is about to run. Never raises."""
         if not self.is_needed:
             return
-        self._calls.pop(id(module), None)
+        self._learn(id(module), self._calls.pop(id(module), None))
         try:
             self._calls[id(module)] = self._keep(module, args, kwargs)
         except Exception as error:  # noqa: BLE001 - a container of the user's may raise anything
@@ -71,11 +76,13 @@ class KeptInputs:
     def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> KeptCall:
         notes: dict[str, str] = {}
         began = self._steps
+        keep = _Keeper(self._changing.get(id(module)))
         return KeptCall(
             weakref.ref(module),
             None,  # a module may get its place later in the call
-            _structure(args, "args", notes),
-            _structure(kwargs, "kwargs", notes),
+            _structure(args, "args", notes, keep),
+            _structure(kwargs, "kwargs", notes, keep),
+            {name: keep(x, f"state_dict[{name!r}]") for name, x in module.named_buffers()},
             _rng_states(),
             {
                 kind: torch.get_autocast_dtype(kind)
@@ -92,29 +99,78 @@ class KeptInputs:
 
     def forget(self) -> None:
         """The step is over."""
+        for key, call in self._calls.items():
+            self._learn(key, call)
         self._calls.clear()
 
+    def _learn(self, key: int, call: KeptCall | None) -> None:
+        """Notes what a call that is over has changed, so that the next one copies it before."""
+        if call is not None:
+            kept = [*_kept(call.args), *_kept(call.kwargs), *call.buffers.values()]
+            changed = {x.path for x in kept if x.is_changed}
+            self._changing[key] = self._changing.get(key, set()) | changed
 
-def _structure(x: Any, path: str, notes: dict[str, str], depth: int = 0) -> Any:
+
+class _Keeper:
+    """Puts tensors of one call into a KeptTensor.
+
+    Args:
+        changing: paths that calls change; None: that is not known.
+    """
+
+    def __init__(self, changing: set[str] | None) -> None:
+        self._changing = changing
+        self._left = _MAX_COPIED
+
+    def __call__(self, x: torch.Tensor, path: str) -> KeptTensor:
+        version = None if x.is_inference() else x._version  # noqa: SLF001
+        copy = None
+        is_wanted = _may_change(path) if self._changing is None else path in self._changing
+        is_plain = type(x) in TENSORS and x.layout is torch.strided and not x.is_meta
+        if is_wanted and is_plain and version is not None:
+            self._left -= x.numel() * x.element_size()
+            if self._left >= 0:
+                copy = x.detach().clone()
+        return KeptTensor(x, version, path, copy)
+
+
+def _may_change(path: str) -> bool:
+    """Whether a first call may change a tensor: a buffer, or one in a container, as in a cache."""
+    return path.startswith("state_dict") or path.count("[") > 1
+
+
+def _kept(x: Any) -> Iterator[KeptTensor]:
+    """The tensors in what `_structure` made."""
+    if isinstance(x, KeptTensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for item in x:
+            yield from _kept(item)
+    elif isinstance(x, dict):
+        for item in x.values():
+            yield from _kept(item)
+
+
+def _structure(x: Any, path: str, notes: dict[str, str], keep: _Keeper, depth: int = 0) -> Any:
     """Containers copied, tensors in a KeptTensor, None for what cannot be loaded, with a note."""
     kind = type(x)
     if kind in PLAIN:
         return x
     if kind in TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x):  # noqa: SLF001
-        return KeptTensor(x, None if x.is_inference() else x._version, path)  # noqa: SLF001
+        return keep(x, path)
     if depth < _MAX_DEPTH:
         if isinstance(x, (tuple, list)):
             plain: Any = list if isinstance(x, list) else tuple
             if kind is not plain:
                 notes[path] = f"a {type_name(x)}, kept as a {plain.__name__}"
             return plain(
-                _structure(item, f"{path}[{i}]", notes, depth + 1) for i, item in enumerate(x)
+                _structure(item, f"{path}[{i}]", notes, keep, depth + 1) for i, item in enumerate(x)
             )
         if isinstance(x, Mapping) and all(type(key) in PLAIN for key in x):
             if kind not in (dict, OrderedDict):
                 notes[path] = f"a {type_name(x)}, kept as a dict"
             pairs = (
-                (key, _structure(value, f"{path}[{key!r}]", notes, depth + 1))
+                (key, _structure(value, f"{path}[{key!r}]", notes, keep, depth + 1))
                 for key, value in x.items()
             )
             return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)

@@ -27,12 +27,19 @@ class KeptTensor:
     Attributes:
         tensor: the tensor itself, not a copy.
         version: its version then; None: torch counts none for it.
-        path: where it lies in the arguments, such as "args[0]".
+        path: where it lies in the arguments, such as "args[0]"; of a buffer "state_dict['name']".
+        copy: what it held then, where calls of this module change it; None: it was not copied.
     """
 
     tensor: torch.Tensor
     version: int | None
     path: str
+    copy: torch.Tensor | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was written since; False where torch cannot tell."""
+        return self.version is not None and self.version != self.tensor._version  # noqa: SLF001
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class KeptCall:
         place: its place; None: it has none.
         args: positional arguments; containers are copies, with each tensor in a `KeptTensor`.
         kwargs: keyword arguments, likewise.
+        buffers: the module's buffers, by their names in it.
         rng: states of random number generators.
         autocast: dtype by type of device, where autocast was on.
         notes: what is special about arguments, by path.
@@ -54,6 +62,7 @@ class KeptCall:
     place: ModulePlace | None
     args: Any
     kwargs: Any
+    buffers: Mapping[str, KeptTensor]
     rng: dict[str, Any]
     autocast: dict[str, torch.dtype]
     notes: Mapping[str, str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from nanscan._data import report
 from nanscan._data.cause import Cause
 from nanscan._data.result import ScanResult, bad_counts
-from nanscan._data.text import dtype_name
+from nanscan._data.text import dtype_name, figure
 
 _NEXT = (
     'watch what goes into this line in every step: x = nanscan.probe("operand", x) before it, and '
@@ -22,6 +23,7 @@ _NEXT = (
 )
 
 Direction = Literal["forward", "backward", "optimizer"]
+Verdict = Literal["origin", "propagated", "wiped-out", "absorbed"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class Operand:
         has_moments: `stats` has moments. Not of what an op changed in place, on the CPU.
         made_by: the op that made it, and its line: "aten.add.Tensor, net.py:12"; "" where it came
             from outside.
+        kind: "parameter", "buffer", "attribute" (a tensor that a module holds, and that is not in
+            its state_dict); "" where it is none of these.
+        aliases: other names of the parameter, where weights are tied.
+        maker: the op that made it, as far as that is known; None likewise. Its operands know their
+            own makers, a few ops deep.
+        integers: of an integer tensor on the CPU, `stats` of its values; None of any other.
+        numbers: of a small integer tensor its values, in row-major order; () of any other.
     """
 
     name: str
@@ -49,6 +58,11 @@ class Operand:
     stats: ScanResult | None
     has_moments: bool = False
     made_by: str = ""
+    kind: str = ""
+    aliases: tuple[str, ...] = ()
+    maker: Op | None = field(default=None, repr=False)
+    integers: ScanResult | None = field(default=None, repr=False)
+    numbers: tuple[int, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,7 @@ class Op:
         results: the tensors it returned or wrote.
         settings: its other arguments by the schema's name, defaults included, as far as they are
             numbers, bools, strings, None, or lists of them: dim, eps, exponent, value, alpha, ...
+        call: which call of the module in its step it ran in, from 1; 0 outside of any.
     """
 
     name: str
@@ -77,6 +92,7 @@ class Op:
     operands: tuple[Operand, ...] = ()
     results: tuple[Operand, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    call: int = 0
 
     @property
     def code(self) -> str:
@@ -91,16 +107,28 @@ class Location:
     Attributes:
         at: the op.
         verdict: "origin": it made them; "propagated": nothing did: what it read, from outside of
-            what was watched (a batch, a parameter), was bad already; "absorbed": it made them, and
-            other ops took all of them and returned finite values.
+            what was watched (a batch, a parameter), was bad already; "wiped-out": it overflowed to
+            Inf, and a division by that gave 0 in the place of values that are not 0, so nothing
+            non-finite is left; "absorbed": it made them, and other ops took all of them and
+            returned finite values, which is no fault.
         how: the verdict in words.
         direction: "forward", "backward" or "optimizer".
         node: of backward: the autograd node that ran it, such as "AddBackward0".
         output_index: of backward: which of the node's gradients is the first bad one.
         forward: of backward: the forward op that created the node, with its operands as they were.
         consumers: of backward: names of ops that took what `forward` returned.
+        takers: of forward: the ops that took what `at` returned, and those that took what these
+            returned.
+        hidden_values: of a product of non-finite values, how many bad values of the result come of
+            weights that are all 0.
+        hidden_by: the op that dropped the non-finite values of the forward and returned finite
+            ones, such as torch.where or clamp; where `at` ran in backward and the forward was
+            finite, an op that selects from what `forward` returned. Of "wiped-out": the op that
+            returned 0. None: there is none, or it is not known.
         consequence: the op that turned Inf into NaN, where `at` made Inf alone; where `at` gave
             memory that nothing was written to, the op that computed with it.
+        consequence_node: where `consequence` ran in backward, the autograd node that ran it.
+        consequence_forward: likewise the forward op that created this node, if it is known.
         reached: what the values got to, where `at` made nothing that is a fault by itself: "the
             loss", "what it returned", ...
         recomputed: it ran again inside backward, for a checkpoint.
@@ -110,14 +138,19 @@ class Location:
     """
 
     at: Op
-    verdict: Literal["origin", "propagated", "absorbed"]
+    verdict: Verdict
     how: str
     direction: Direction
     node: str = ""
     output_index: int | None = None
     forward: Op | None = None
     consumers: tuple[str, ...] = ()
+    takers: tuple[tuple[Op, ...], ...] = field(default=(), repr=False)
+    hidden_values: int = 0
+    hidden_by: Op | None = None
     consequence: Op | None = None
+    consequence_node: str = ""
+    consequence_forward: Op | None = None
     reached: str = ""
     recomputed: bool = False
     step: int = 0
@@ -175,10 +208,13 @@ def _report(location: Location) -> list[str]:
     forward = () if location.forward is None else location.forward.operands
     tensors = {"took": location.at.operands, "made": location.at.results, "forward": forward}
     lines += report.table({label: [*map(_cells, shown)] for label, shown in tensors.items()})
+    if location.hidden_by is not None:
+        label = "zero at" if location.verdict == "wiped-out" else "hidden by"
+        lines += report.block(label, [_name_and_line(location.hidden_by)])
     if location.consequence is not None:
         what = "read by" if location.at.results[0].stats is None else "NaN at"
-        line = f", {_line(location.consequence)}" if location.consequence.file else ""
-        lines += report.block(what, [location.consequence.name + line])
+        lines += report.block(what, [_consequence(location)])
+    lines += report.block("tied to", _ties(location))
     lines += report.causes(location.causes)
     lines += report.block("unlikely", location.unlikely)
     return lines + report.block("next", [_NEXT] if not location.causes else [])
@@ -187,19 +223,43 @@ def _report(location: Location) -> list[str]:
 def _headline(location: Location) -> str:
     how, what = location.how, "made non-finite values"
     if location.verdict == "propagated":
-        names = [
-            o.what or o.name
-            for o in location.at.operands
-            if o.stats is not None and not o.stats.is_finite
-        ]
+        names = [o.what or o.name for o in location.at.operands if _is_bad(o)]
         what = f"read non-finite values of {', '.join(names)}"
+    elif location.verdict == "wiped-out":
+        what = "overflowed"
     elif location.reached:
         how += f"; it reached {location.reached}"
     return f"{location.op} {what}{_where(location)}, step {location.step} ({how})"
 
 
+def _is_bad(operand: Operand) -> bool:
+    return operand.stats is not None and not operand.stats.is_finite
+
+
+def _consequence(location: Location) -> str:
+    """The op that made NaN of Inf: its line, or the node that ran it and the line of that."""
+    op, forward = location.consequence, location.consequence_forward
+    if op is None:
+        return ""
+    if op.file or not location.consequence_node:
+        return _name_and_line(op)
+    text = f"{op.name} in {location.consequence_node}"
+    return text if forward is None else f"{text}: backward of {_name_and_line(forward)}"
+
+
+def _ties(location: Location) -> list[str]:
+    """Other names of the parameters that are in the report."""
+    tied = {o.what: o.aliases for o in location.at.operands if o.aliases}
+    return [f"{name} is also {', '.join(aliases)}" for name, aliases in tied.items()]
+
+
+def _name_and_line(op: Op) -> str:
+    return f"{op.name}, {_line(op)}" if op.file else op.name
+
+
 def _where(location: Location) -> str:
-    where = f" in {location.at.module}" if location.at.module else ""
+    call = f" (call {location.at.call} of this step)" if location.at.call > 1 else ""
+    where = f" in {location.at.module}{call}" if location.at.module else ""
     if location.direction == "optimizer":
         where = " in an optimizer step"
     if location.node:
@@ -233,13 +293,18 @@ def _settings(op: Op) -> list[str]:
 def _cells(operand: Operand) -> list[str]:
     """Name, dtype and shape, what is bad, five numbers, and what is known of it."""
     stats, known = operand.stats, operand.what or operand.made_by
+    stats = operand.integers if stats is None else stats
     row = [operand.name, f"{dtype_name(operand.dtype)} {list(operand.shape)}"]
     if stats is None:
         return [*row, "", "", "", "", "", "", known]
     bad = bad_counts(stats)
+    if bad and stats.first_nonfinite and math.prod(operand.shape) > 1:
+        bad += f", first at {stats.first_nonfinite}"
     if stats.absmax is None:
         return [*row, bad, "no finite value" if stats.numel else "empty", *[""] * 4, known]
-    values = [f"min {stats.min:.4g}", f"max {stats.max:.4g}", f"absmax {stats.absmax:.4g}", "", ""]
-    if operand.has_moments:
-        values[3:] = [f"mean {stats.mean:.4g}", f"std {stats.std:.4g}"]
+    numbers = {"min": stats.min, "max": stats.max, "absmax": stats.absmax}
+    if operand.has_moments or operand.stats is None:
+        numbers |= {"mean": stats.mean, "std": stats.std}
+    values = [f"{name} {figure(x or 0.0)}" for name, x in numbers.items()]
+    values += [""] * (5 - len(values))
     return [*row, bad, *values, known]

@@ -19,6 +19,14 @@ def largest(dtype: torch.dtype) -> str:
     return f"{value:g}" if value < 1e6 else number(value)  # noqa: PLR2004
 
 
+def figure(value: float) -> str:
+    """To four digits, or all of a whole number; written out where that is short: "-355,700"."""
+    if not 1e3 <= abs(value) < 1e9:  # noqa: PLR2004 - NaN and Inf, too
+        return f"{value:.4g}"
+    is_short = abs(value) < 1e6 and float(value).is_integer()  # noqa: PLR2004
+    return f"{value if is_short else float(f'{value:.4g}'):,.0f}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Without the name of torch."""
     return str(dtype).removeprefix("torch.")

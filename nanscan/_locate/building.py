@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from nanscan._data.location import Direction, Location, Op, Operand
+import torch
+
+from nanscan._data.location import Direction, Location, Op, Operand, Verdict
 from nanscan._data.places import ModulePlace
 from nanscan._data.result import ScanResult
 from nanscan._locate.causes import causes, refuted
 from nanscan._locate.taint import Source, Taint
-from nanscan._locate.tensor_names import TensorNames
+from nanscan._locate.tensor_names import Named, TensorNames
 from nanscan._locate.trace import OpTrace
 from nanscan._locate.values import Event, Value
 
@@ -27,7 +29,15 @@ _HOW: dict[Source, str] = {
     "outside": "it was so when it was first read; nothing before made non-finite values",
     "mask": "",
 }
-_HOW_ABSORBED = "made here; ops that took them returned finite values"
+_HOW_OF: dict[str, str] = {
+    "absorbed": "made here; ops that took them returned finite values",
+    "wiped-out": "Inf here, and 0 in the place of what is divided by it: values are lost, and "
+    "nothing non-finite is left",
+}
+_SELECTS = ("where", "masked_fill", "masked_select", "index", "index_put", "masked_scatter")
+_MAX_DEPTH = 4  # of makers of operands
+_MAX_TAKERS = 8  # ops that took one result
+_MAX_WIDTH = 3  # an op with more operands is told without their makers
 
 
 class LocationBuilder:
@@ -46,36 +56,45 @@ class LocationBuilder:
         self._names = names
         self._trace = trace
 
-    def build(self, taint: Taint, events: list[Event], *, is_absorbed: bool = False) -> Location:
+    def build(self, taint: Taint, events: list[Event], verdict: Verdict | None = None) -> Location:
         """Builds a location with its causes.
 
         Args:
             taint: the fault.
             events: the ops of the step so far.
-            is_absorbed: other ops replaced all of its values by finite ones.
+            verdict: another one than that of a fault.
 
         Synchronization: waits for the scans of the ops that it names.
         """
         event = taint.event
         forward = self._forward_of(event)
+        after, after_forward = taint.consequence, None
+        if after is not None and after is not event:
+            after_forward = self._forward_of(after)
+        consumers = _consumers(forward, events)
+        hidden_by = _hidden_by(taint, verdict, consumers)
+        verdict = verdict or ("propagated" if taint.source == "outside" else "origin")
         found = Location(
-            self._op(event),
-            "propagated" if taint.source == "outside" else "origin",
-            _HOW[taint.source],
+            self.op(event),
+            verdict,
+            _HOW_OF.get(verdict, _HOW[taint.source]),
             _direction(event),
-            node=event.node[0].rpartition("::")[2] if event.node else "",
+            node=_node_name(event.node) if event.node else "",
             output_index=_first_bad(event.outputs),
-            forward=None if forward is None else self._op(forward),
-            consumers=tuple(_consumers(forward, events)),
-            consequence=None if taint.consequence is None else self._op(taint.consequence),
+            forward=None if forward is None else self.op(forward),
+            consumers=tuple(dict.fromkeys(consumer.info.name for consumer in consumers)),
+            takers=self._takers(event, events),
+            hidden_values=event.hidden_values,
+            hidden_by=None if hidden_by is None else self.op(hidden_by),
+            consequence=None if after is None else self.op(after),
+            consequence_node="" if after is None or not after.node else _node_name(after.node),
+            consequence_forward=None if after_forward is None else self.op(after_forward),
             reached=taint.reached,
             recomputed=event.recomputed,
             step=event.step,
         )
         return dataclasses.replace(
             found,
-            verdict="absorbed" if is_absorbed else found.verdict,
-            how=_HOW_ABSORBED if is_absorbed else found.how,
             causes=tuple(causes(found)),
             unlikely=tuple(refuted(found)[:_MAX_UNLIKELY]),
         )
@@ -105,7 +124,24 @@ class LocationBuilder:
             return forward
         return self._forward_of(forward) or forward  # a double backward: its first forward
 
-    def _op(self, event: Event) -> Op:
+    def _takers(self, event: Event, events: list[Event]) -> tuple[tuple[Op, ...], ...]:
+        if event.node is not None:
+            return ()
+        first = _consumers(event, events)[:_MAX_TAKERS]
+        second = [_consumers(taker, events)[:_MAX_TAKERS] for taker in first]
+        flat = {id(taker): taker for takers in second for taker in takers}
+        return tuple(
+            tuple(self.op(taker, _MAX_DEPTH) for taker in takers)
+            for takers in (first, flat.values())
+        )
+
+    def op(self, event: Event, depth: int = 0) -> Op:
+        """What a report knows of an op.
+
+        Args:
+            event: the op.
+            depth: how many ops lie between it and the one that a report is of.
+        """
         place = event.place
         results = ["result"]
         if len(event.results) > 1:
@@ -118,39 +154,70 @@ class LocationBuilder:
             event.code.co_filename if event.code is not None else "",
             event.line,
             event.code.co_name if event.code is not None else "",
-            tuple(self._operand(name, value) for name, value in event.operands),
+            tuple(self._operand(name, value, depth) for name, value in event.operands),
             tuple(
-                self._operand(name, value, is_result=True)
-                for name, value in zip(results, event.results, strict=True)
+                self._operand(name, value, depth, is_result=True)
+                for name, value in zip(results, event.results, strict=False)  # none: of old ones
             ),
             {name: x for name, x in settings.items() if _is_simple(x)},
+            event.call,
         )
 
-    def _operand(self, name: str, value: Value, *, is_result: bool = False) -> Operand:
-        what = self._names.name_of(value.ref())
-        if not what and value.base is not None:
-            what = self._names.name_of(value.base.ref())
-        made_by = "" if is_result or value.maker is None else _op_and_line(value.maker)
+    def _operand(self, name: str, value: Value, depth: int, *, is_result: bool = False) -> Operand:
+        named, made_by, maker = Named(), "", None
+        if depth == 0:
+            named = self._names.named(value.ref())
+            if not named.name and value.base is not None:
+                named = self._names.named(value.base.ref())
+        if not is_result and value.maker is not None:
+            made_by = _op_and_line(value.maker)
+            is_told = value.maker.results and len(value.maker.operands) <= _MAX_WIDTH
+            if depth < _MAX_DEPTH and is_told:  # not of an op of an earlier step
+                maker = self.op(value.maker, depth + 1)
         row = value.row if value.moments is None else value.moments
-        stats, shape = None, tuple(value.shape)
-        has_moments = value.moments is not None
-        if row is not None:
+        stats, integers, shape = None, None, tuple(value.shape)
+        has_moments = value.row is not None and value.moments is not None
+        if value.row is not None and row is not None:
             stats = ScanResult(row, shape, value.dtype, moments=has_moments)
-        return Operand(name, what, value.dtype, shape, stats, has_moments, made_by)
+        elif row is not None:
+            integers = ScanResult(row, shape, torch.float64, moments=True)
+        known = (has_moments, made_by, named.kind, named.aliases, maker, integers, value.numbers)
+        return Operand(name, named.name, value.dtype, shape, stats, *known)
 
 
-def _consumers(forward: Event | None, events: Iterable[Event]) -> list[str]:
-    """Names of the ops that took what a forward op returned."""
+def _hidden_by(taint: Taint, verdict: str | None, consumers: list[Event]) -> Event | None:
+    """The op that hid what is bad from the forward, so that only the backward shows it."""
+    if verdict == "wiped-out":
+        return taint.wiped_by
+    if taint.event.node is not None:
+        return next((event for event in consumers if _base_name(event) in _SELECTS), None)
+    after = taint.consequence
+    is_in_backward = after is not None and after.node is not None
+    if is_in_backward or taint.reached.startswith("the gradient of") or verdict == "absorbed":
+        return taint.absorber
+    return None
+
+
+def _consumers(forward: Event | None, events: Iterable[Event]) -> list[Event]:
+    """The ops that took what a forward op returned."""
     if forward is None:
         return []
-    names = [
-        event.info.name
+    return [
+        event
         for event in events
         if event.node is None
         and event.info.name != _DETACH  # autograd detaches a result that it keeps
         and any(value.maker is forward for _, value in event.operands)
     ]
-    return list(dict.fromkeys(names))
+
+
+def _base_name(event: Event) -> str:
+    """Name of an op without namespace, overload and the underscore of ops in place."""
+    return event.info.name.split(".")[1].rstrip("_")
+
+
+def _node_name(node: tuple[str, int]) -> str:
+    return node[0].rpartition("::")[2]
 
 
 def _direction(event: Event) -> Direction:

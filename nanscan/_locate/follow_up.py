@@ -103,7 +103,7 @@ class FollowUp:
         if self._finding is not None:
             self._is_late = not can_search()
             if not self._is_late:
-                self._search = Locating(self._registry, self._on_location, step)
+                self._search = Locating(self._registry, self._on_location, step, is_follow_up=True)
                 self._thread = threading.current_thread()
                 self._search.__enter__()
 

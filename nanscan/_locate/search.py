@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,16 @@ from nanscan._collect import door, torch_events
 from nanscan._collect.listener import Listener
 from nanscan._collect.names import Registry
 from nanscan._data.frames import user_frame
-from nanscan._data.location import Location
+from nanscan._data.location import Location, Verdict
+from nanscan._data.places import ModulePlace
 from nanscan._locate.building import LocationBuilder
 from nanscan._locate.dispatch_stack import StackedTrace
-from nanscan._locate.taint import TaintTracker
+from nanscan._locate.scale_search import is_scale_search
+from nanscan._locate.taint import Taint, TaintTracker
 from nanscan._locate.tensor_names import TensorNames
 from nanscan._locate.trace import OpTrace
 from nanscan._locate.values import Event, Value
+from nanscan._locate.wiped import wiped_by
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,6 +51,8 @@ class Locating(Listener):
         location: the op that was found; None: none so far.
         absorbed: the first op that made non-finite values of which nothing is left: other ops took
             all of them and returned finite values. This is no fault, but may be of interest.
+        scale_searches: how many steps a GradScaler skipped since its scale made float16 overflow in
+            backward. It lowers its scale then, so this is no fault.
     """
 
     def __init__(
@@ -55,11 +60,15 @@ class Locating(Listener):
         registry: Registry | None = None,
         on_located: Callable[[Location], None] | None = None,
         step: int = 0,
+        *,
+        is_follow_up: bool = False,
     ) -> None:
         self.location: Location | None = None
         self.absorbed: Location | None = None
+        self.scale_searches = 0
         self._registry = registry or Registry(None, lambda _name, _module: True)
         self._on_located = on_located
+        self._is_follow_up = is_follow_up  # of a finding, which what is finite does not explain
         self._trace = OpTrace(self._on_op)
         self._trace.step = step
         self._stack = StackedTrace(self._trace)
@@ -73,6 +82,9 @@ class Locating(Listener):
         self._waiting: deque[Event | tuple[list[Value | None], str]] = deque()
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; they may get gradients
         self._is_after_backward = False
+        self._calls_of: Counter[ModulePlace] = Counter()  # calls of each module in this step
+        self._scaler: torch.amp.GradScaler | None = None  # that is about to step an optimizer
+        self._step_of_scaler = 0  # in which it was about to
 
     # -- entering and leaving --------------------------------------------------------------------
 
@@ -121,28 +133,46 @@ class Locating(Listener):
 
         Synchronization: waits for the scans.
         """
+        self._judge_waiting()
+        self._gradients_reached()
+        if is_end:
+            self._taints.end_step()
+            self._calls_of.clear()
+        fault = self._taints.first_fault
+        if fault is not None:
+            self._found(fault, None)
+        elif is_end:
+            self._judge_absorbed()
+        self._taints.forget(self._events, is_end=is_end)
+        self._events.clear()
+        self._trace.settle(_MAX_FORWARD)
+        self._leaves = {k: ref for k, ref in self._leaves.items() if ref() is not None}
+
+    def _judge_waiting(self) -> None:
         while self._waiting:
             item = self._waiting.popleft()
             if isinstance(item, Event):
                 self._judge(item, None)
             else:
                 self._taints.mark_reached(*item)
-        self._gradients_reached()
-        if is_end:
-            self._taints.end_step()
-            absorbed = self._taints.first_absorbed
-            if absorbed is not None and self.absorbed is None:
-                self.absorbed = self._builder.build(absorbed, self._events, is_absorbed=True)
-        fault = self._taints.first_fault
-        if fault is not None and self.location is None:
-            self.location = self._builder.build(fault, self._events)
+
+    def _found(self, taint: Taint, verdict: Verdict | None) -> None:
+        if self.location is None:
+            self.location = self._builder.build(taint, self._events, verdict)
             self._trace.is_idle = True
             if self._on_located is not None:
                 self._on_located(self.location)
-        self._taints.forget(self._events, is_end=is_end)
-        self._events.clear()
-        self._trace.settle(_MAX_FORWARD)
-        self._leaves = {k: ref for k, ref in self._leaves.items() if ref() is not None}
+
+    def _judge_absorbed(self) -> None:
+        """Of a step without a fault: whether what ops absorbed has wiped out finite values."""
+        for taint in self._taints.absorbed:
+            taint.wiped_by = wiped_by(taint, self._events, self._builder.op)
+            if taint.wiped_by is not None and not self._is_follow_up:
+                self._found(taint, "wiped-out")
+                return
+        absorbed = next(iter(self._taints.absorbed), None)
+        if absorbed is not None and self.absorbed is None:
+            self.absorbed = self._builder.build(absorbed, self._events, "absorbed")
 
     def returned(self, values: Any) -> None:
         """Notes what the code returned: non-finite values there are a fault."""
@@ -195,6 +225,15 @@ class Locating(Listener):
         """Whether something in this step is bad, or a scan that is not done may show that."""
         return bool(self._waiting) or self._taints.has_suspects
 
+    def _forgive_scale_search(self, scale: float) -> None:
+        """A GradScaler skipped the step: what its scale made overflow in backward is no fault."""
+        self._judge_waiting()
+        self._gradients_reached()
+        searching = [t for t in self._taints.all if is_scale_search(t, scale, self._builder.op)]
+        for taint in searching:
+            taint.is_fault, taint.is_forgiven = False, True
+        self.scale_searches += bool(searching)
+
     # -- events of the step ----------------------------------------------------------------------
 
     def on_before_module(self, module: nn.Module) -> None:
@@ -205,17 +244,19 @@ class Locating(Listener):
         if not modules and self._is_after_backward and not OpTrace.is_in_backward():
             self._is_after_backward = False
             self.settle()  # no optimizer of torch has ended the step
-        caller, recomputed = modules[-1] if modules else (None, OpTrace.is_in_backward())
+        caller, recomputed, _ = modules[-1] if modules else (None, OpTrace.is_in_backward(), 0)
         place = self._registry.places.get(id(module)) or self._registry.discover(module, caller)
         if place is not None:
             self._builder.module_types[place] = type(module).__name__
-        modules.append((place or caller, recomputed))
+            self._calls_of[place] += not recomputed
+        inside = place or caller
+        modules.append((inside, recomputed, self._calls_of[inside] if inside is not None else 0))
 
     def on_after_module(self, module: nn.Module, output: Any) -> None:
         """Notes what an outermost module returned. A checkpoint stops modules by raising."""
         modules = self._trace.thread.modules
         if modules and self._stack.is_here:
-            _, recomputed = modules.pop()
+            _, recomputed, _ = modules.pop()
             if not modules and not recomputed:
                 self._reached(output, "what the model returned")
                 if not torch.is_grad_enabled():
@@ -231,6 +272,20 @@ class Locating(Listener):
         """Notes the gradients."""
         if self._stack.is_here:
             self._gradients_reached()
+
+    def on_before_scaled_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Notes that a GradScaler decides whether the optimizer steps."""
+        if self._stack.is_here:
+            self._scaler = scaler
+            self._step_of_scaler = self._trace.step
+
+    def on_after_scaled_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Ends a step that the GradScaler has skipped."""
+        if not self._stack.is_here or self._scaler is None:
+            return
+        if self._trace.step == self._step_of_scaler:
+            self._end_step(optimizer)
+        self._scaler = None
 
     def on_before_optimizer_step(
         self,
@@ -254,14 +309,26 @@ class Locating(Listener):
         """Ends the step."""
         if not self._stack.is_here:
             return
+        self._end_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
         self._trace.thread.optimizer = None
         self._is_after_backward = False
         self._names.use_optimizer(optimizer)
+        scaler = None if self._is_follow_up else self._scaler
+        if scaler is not None and self._may_be_bad and _has_skipped(scaler, optimizer):
+            self._forgive_scale_search(scaler.get_scale())
         if self._may_be_bad:
             for state in optimizer.state.values():
                 self._reached(state, "the optimizer's state")
         self.settle()
         self._trace.step += 1
+
+
+def _has_skipped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Whether a GradScaler found Inf or NaN in the gradients. Waits for them."""
+    found = scaler._found_inf_per_device(optimizer)  # noqa: SLF001 - no public spelling
+    return any(x.item() for x in found.values())
 
 
 def _after_fork() -> None:

@@ -24,6 +24,8 @@ from nanscan._scan.dispatch import scan_anywhere
 
 _COUNTS = struct.Struct("<3Q")
 _RECENT = 8  # an op adds at most so many taints
+_PRODUCTS = ("aten.mul.Tensor", "aten.bmm.default", "aten.mm.default", "aten.addmm.default")
+_MAX_NUMBERS = 1024  # integers of an operand that are kept
 
 # Where non-finite values come from.
 # made: NaN or +Inf out of finite values.
@@ -49,9 +51,22 @@ class Taint:
             with the memory.
         reached: the value that counts and holds them, in words; "" where none is known.
         values: the tensors of this step that hold them and that ops made.
+        absorber: the first op that took some of them and returned finite values.
+        is_forgiven: a GradScaler has seen them, and they are a part of its search for a scale.
+        wiped_by: the op that returned 0 in the place of finite values, because of them.
     """
 
-    __slots__ = ("consequence", "event", "is_fault", "reached", "source", "values")
+    __slots__ = (
+        "absorber",
+        "consequence",
+        "event",
+        "is_fault",
+        "is_forgiven",
+        "reached",
+        "source",
+        "values",
+        "wiped_by",
+    )
 
     def __init__(self, source: Source, event: Event) -> None:
         self.source = source
@@ -60,6 +75,9 @@ class Taint:
         self.consequence: Event | None = None
         self.reached = ""
         self.values: list[Value] = []
+        self.absorber: Event | None = None
+        self.is_forgiven = False
+        self.wiped_by: Event | None = None
 
     @property
     def is_fault_unless_absorbed(self) -> bool:
@@ -113,6 +131,8 @@ class TaintTracker:
         bad = [value for value in event.results if value.is_bad]
         if self._taints and not event.info.is_view:
             _mark_consumed(event)
+            if not bad:
+                _note_absorber(event)
         if not bad:
             return bad
         taint = self._taint_of_results(event, bad)
@@ -125,6 +145,8 @@ class TaintTracker:
         is_news = taint.event is event or taint.consequence is event
         if operands is not None and is_news and taint.source != "mask":
             _add_moments_to_all(event, operands)
+            if taint.source == "outside" and event.info.name in _PRODUCTS:
+                event.hidden_values = _hidden_values(event, operands)
             is_made = taint.source in ("made", "negative-inf") and taint.event is event
             if is_made and not event.info.written and any(map(_is_stale, event.operands)):
                 taint.source = "outside"
@@ -143,7 +165,9 @@ class TaintTracker:
             if value.taint is None:
                 value.taint = self._taint_of_memory_or_view(value)
             taint: Taint | None = value.taint
-            if taint is not None and taint.source != "mask" and not taint.is_fault:
+            if taint is None or taint.source == "mask" or taint.is_forgiven:
+                continue
+            if not taint.is_fault:
                 taint.is_fault, taint.reached = True, what
                 if not any(known is taint for known in self._taints):
                     self._taints.append(taint)  # of an earlier step
@@ -151,11 +175,17 @@ class TaintTracker:
     def end_step(self) -> None:
         """Marks as faults the taints of this step that should be absorbed by now, and are not."""
         for taint in self._taints:
-            taint.is_fault |= taint.is_fault_unless_absorbed and not taint.is_absorbed
+            is_left = taint.is_fault_unless_absorbed and not taint.is_absorbed
+            taint.is_fault |= is_left and not taint.is_forgiven
 
     @property
-    def first_absorbed(self) -> Taint | None:
-        """The first taint of this step that would be a fault if it were not absorbed.
+    def all(self) -> tuple[Taint, ...]:
+        """The taints of this step, and all faults."""
+        return tuple(self._taints)
+
+    @property
+    def absorbed(self) -> list[Taint]:
+        """The taints of this step that would be faults if they were not absorbed, in their order.
 
         Formulas of torch's own backwards are left out: they absorb values on purpose.
         """
@@ -164,9 +194,10 @@ class TaintTracker:
             for taint in self._taints
             if taint.is_fault_unless_absorbed
             and not taint.is_fault
+            and not taint.is_forgiven
             and not taint.is_inside_autograd
         )
-        return min(absorbed, key=lambda taint: taint.event.number, default=None)
+        return sorted(absorbed, key=lambda taint: taint.event.number)
 
     def forget(self, events: list[Event], *, is_end: bool) -> None:
         """Drops operands and results of ops that no report can name any more.
@@ -179,7 +210,7 @@ class TaintTracker:
             id(event)
             for taint in self._taints
             if taint.source != "mask"
-            for event in (taint.event, taint.consequence)
+            for event in (taint.event, taint.consequence, taint.absorber, taint.wiped_by)
         }
         for event in events:
             if id(event) not in kept:
@@ -197,14 +228,15 @@ class TaintTracker:
                 value.taint = self._taint_of_unseen(value, event)
         has_nan = any(_counts(value)[0] for value in bad)
         if not taken:
-            if any(_is_nonfinite_number(x) for x in event.settings.values()):
+            is_written = any(_is_nonfinite_number(x) for x in event.settings.values())
+            if is_written and not event.in_optimizer:  # a learning rate is no mask
                 return self._add("negative-inf" if has_nan else "mask", event)
             has_posinf = any(_counts(value)[1] for value in bad)
             is_made = has_nan or (has_posinf and not event.settings.get("zero_infinity"))
             return self._add("made" if is_made else "negative-inf", event)
         taint = _first_by_precedence(taken)
-        if taint.source == "uninitialised" and taint.consequence is None:
-            taint.consequence = event
+        if taint.source == "uninitialised" and not event.info.is_view:
+            taint.consequence = taint.consequence or event
         if taint.source == "outside" and taint.event.info.is_view:
             taint.event = event  # an op that computes says more than one that makes a view
         if not has_nan or any(_counts(value)[0] for value in taken):
@@ -257,6 +289,14 @@ def _mark_consumed(event: Event) -> None:
                 value.base.is_consumed = True
 
 
+def _note_absorber(event: Event) -> None:
+    """Notes an op that took non-finite values and returned finite ones."""
+    if any(value.row is not None for value in event.results):
+        for _, value in event.operands:
+            if value.taint is not None and value.taint.absorber is None and value.is_bad:
+                value.taint.absorber = event
+
+
 def _counts(value: Value) -> tuple[int, int, int]:
     """Counts of NaN, +Inf and -Inf. Waits for the scan."""
     nan, posinf, neginf = _COUNTS.unpack(value.counts)
@@ -283,10 +323,39 @@ def _add_moments_to_all(event: Event, operands: list[torch.Tensor]) -> None:
             _add_moments(value, result)
 
 
+def _hidden_values(event: Event, operands: list[torch.Tensor]) -> int:
+    """How many bad values of a product come of factors that are exactly 0, and of no other."""
+    result = event.results[0].ref()
+    if result is None or len(operands) < 2 or event.info.written:  # noqa: PLR2004 - a product
+        return 0
+    left, right = (x.detach() for x in operands[-2:])  # addmm has what it adds before them
+    if left.is_sparse or right.is_sparse or left.device.type != "cpu":
+        return 0
+    bad = [(~x.isfinite()).float() for x in (left, right)]
+    weights = [(x != 0).float() for x in (left, right)]
+    multiply = torch.mul if event.info.name == "aten.mul.Tensor" else torch.matmul
+    reached = multiply(weights[0], bad[1]) + multiply(bad[0], weights[1])
+    return int(((reached == 0) & ~result.detach().isfinite()).sum())
+
+
 def _add_moments(value: Value, tensor: torch.Tensor) -> None:
-    if value.row is not None and value.moments is None:
+    if value.moments is not None:
+        return
+    if value.row is None and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        _note_integers(value, tensor)
+    elif value.row is not None:
         row = scan_anywhere(tensor, moments=True)
         value.moments = None if isinstance(row, int) else row
+
+
+def _note_integers(value: Value, tensor: torch.Tensor) -> None:
+    """Of integers, which no op scans: how large they are, and of a few what they are."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        return
+    row = scan_anywhere(tensor.detach().double(), moments=True)
+    value.moments = None if isinstance(row, int) else row
+    if tensor.numel() <= _MAX_NUMBERS and tensor.dtype != torch.bool:
+        value.numbers = tuple(tensor.flatten().tolist())
 
 
 def _is_stale(operand: tuple[str, Value]) -> bool:

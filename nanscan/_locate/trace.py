@@ -42,7 +42,8 @@ class _Thread(threading.local):
     """What runs in a thread.
 
     Attributes:
-        modules: the running modules, innermost last, and whether a backward called each.
+        modules: the running modules, innermost last, whether a backward called each, and which
+            call of the module in the step it is.
         optimizer: while an optimizer steps: the code that called `step`, and its closure.
         node: the autograd node that ran the latest op; None once the node is done.
         outputs: the gradients that this node returned.
@@ -50,7 +51,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.modules: list[tuple[ModulePlace | None, bool]] = []
+        self.modules: list[tuple[ModulePlace | None, bool, int]] = []
         self.optimizer: tuple[CodeType | None, CodeType | None] | None = None
         self.node: Any = None
         self.outputs: list[Value | None] = []
@@ -276,7 +277,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             caller, closure = thread.optimizer
             event.in_optimizer = closure is None or not is_called_by(closure, caller, here)
         if thread.modules:
-            event.place, event.recomputed = thread.modules[-1]
+            event.place, event.recomputed, event.call = thread.modules[-1]
         if node is None or event.recomputed:
             frame = user_frame(here)
         else:

@@ -35,7 +35,8 @@ class Value:
             counts a write after the op is over.
         row: a scan that is done or under way; None where the tensor is not floating point, or was
             not scanned.
-        moments: a second scan, with moments.
+        moments: a second scan, with moments; of an integer tensor, of its values as float64.
+        numbers: of a small integer tensor its values, where they were asked for.
         maker: the op that made it; None where it is older than the search, or was written through
             a view.
         allocated_by: the op that allocated its memory, if that may be uninitialised, or that
@@ -53,6 +54,7 @@ class Value:
     # Defaults are class attributes: one Value is made for each result of each op, so __init__ must
     # be fast.
     allocated_by: Event | None = None
+    numbers: tuple[int, ...] = ()
     taint: Any = None
     base: Value | None = None
     bad_view: Value | None = None
@@ -105,21 +107,26 @@ class Event:
         code: code object of the user's line that called it; None where it is not known.
         line: number of that line.
         place: the innermost module that was running.
+        call: which call of that module in this step, from 1; 0 where none was running.
         node: name and sequence number of the autograd node that ran it; None in a forward.
         recomputed: it repeats a forward op inside of a backward, for a checkpoint.
         in_optimizer: an optimizer ran it.
         outputs: the gradients that the node returned, once it is done; None where the op does not
             run in a node, or sums gradients after it.
+        hidden_values: of a product that was given non-finite values, how many bad values of the
+            result come of weights that are all 0. Counted where that may be the fault.
     """
 
     # Class attributes, as in Value.
     code: CodeType | None = None
     line = 0
     place: ModulePlace | None = None
+    call = 0
     node: tuple[str, int] | None = None
     recomputed = False
     in_optimizer = False
     outputs: list[Value | None] | None = None
+    hidden_values = 0
 
     def __init__(self, number: int, step: int, info: OpInfo) -> None:
         self.number = number

@@ -80,6 +80,9 @@ class Saver:
             state = None if module is None else _state(module, notes)
             if state is not None and call is not None and call.was_stepped():
                 notes["state_dict"] = "as it was after the optimizer's step that followed the call"
+            buffers = {} if call is None else _buffers_before(call, notes)
+            if state is not None:
+                state |= {name: x for name, x in buffers.items() if name in state}
             content = {
                 "step": finding.step,
                 "rank": finding.rank,
@@ -88,6 +91,7 @@ class Saver:
                 "text": str(finding),
                 "args": () if call is None else _content(call.args, notes),
                 "kwargs": {} if call is None else _content(call.kwargs, notes),
+                "buffers": {k: x for k, x in buffers.items() if state is None or k not in state},
                 "rng": {} if call is None else _listed(call.rng),
                 "autocast": {} if call is None else call.autocast,
                 "training": {}
@@ -148,12 +152,24 @@ def _content(x: Any, notes: dict[str, str], done: dict[int, torch.Tensor] | None
         return x
     if x.version is None:
         notes[x.path] = "an inference tensor: torch cannot tell whether it was changed since"
-    elif x.version != x.tensor._version:  # noqa: SLF001
+    elif x.is_changed and x.copy is None:
         notes[x.path] = "changed in place since the call began: left out"
         return None
     if id(x.tensor) not in done:
-        done[id(x.tensor)] = _compact(x.tensor)
+        before = x.copy if x.is_changed and x.copy is not None else x.tensor
+        done[id(x.tensor)] = _compact(before)
     return done[id(x.tensor)]
+
+
+def _buffers_before(call: KeptCall, notes: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The buffers that were changed in place since the call began, as they were before it."""
+    before = {}
+    for name, kept in call.buffers.items():
+        if kept.is_changed and kept.copy is not None:
+            before[name] = kept.copy
+        elif kept.is_changed:
+            notes[kept.path] = "changed in place since the call began: as it was afterwards"
+    return before
 
 
 def _save(content: Any, path: Path) -> None:
@@ -223,6 +239,7 @@ class Saved:
         site: the first bad site.
         verdict: the verdict of its finding.
         text: the report of its finding.
+        buffers: buffers that no state_dict holds, and that the call changed, as they were before.
         rng: states of the random number generators before the call: "torch", "cuda" by index,
             "python" and "numpy".
         state_dict: parameters and buffers of the outermost module; None where they were left out.
@@ -240,6 +257,7 @@ class Saved:
     site: Site
     verdict: str
     text: str
+    buffers: dict[str, torch.Tensor] = field(repr=False)
     rng: dict[str, Any] = field(repr=False)
     state_dict: dict[str, torch.Tensor] | None = field(repr=False)
     training: dict[str, bool] = field(repr=False)
@@ -264,6 +282,15 @@ class Saved:
         for index, state in self.rng["cuda"].items():
             if index < devices:
                 torch.cuda.set_rng_state(state.cpu(), index)
+
+    @property
+    def missing(self) -> list[str]:
+        """The paths of arguments that were left out."""
+        return [
+            path
+            for path, note in self.notes.items()
+            if note.endswith("left out") and path.startswith(("args", "kwargs"))
+        ]
 
     def differing(self, model: nn.Module) -> list[str]:
         """Names of parameters and buffers by which a model cannot be the one that was saved.

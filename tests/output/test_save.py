@@ -217,6 +217,57 @@ def test_an_input_changed_in_place_is_not_taken_for_what_it_was(tmp_path):
     assert saved.notes == {"args[1]": changed, "args[2]": changed}
 
 
+class Cached(nn.Module):
+    """Writes to a KV cache, in its arguments and in a buffer, and reads what lies before."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("used", torch.zeros(1), persistent=False)
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x, caches):
+        position = int(self.used)
+        self.used += 1
+        key = self.fc(x)
+        self.total += key.sum(0)
+        caches[0][position] = key.mean(0)
+        return torch.log(caches[0][: position + 1].abs() - position / 2) + self.total
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_step_that_changes_a_cache_runs_again(is_nested, tmp_path):
+    torch.manual_seed(0)
+    model = Cached() if is_nested else Do(lambda x, cache: cache.mul_(2) * x)
+    cache = torch.zeros(8, 4) if is_nested else torch.full((3, 4), 5e37)
+    before = []
+    with nanscan.watch(model, save_dir=tmp_path, action="log"), torch.no_grad():
+        for _ in range(3):
+            before.append(cache.clone())
+            if not model(batch(), [cache] if is_nested else cache).isfinite().all():
+                break
+    step = len(before) - 1
+    (folder,) = tmp_path.iterdir()
+    saved = nanscan.load_saved(folder)
+    assert saved.step == step > 0
+    argument = saved.args[1][0] if is_nested else saved.args[1]
+    assert bits(argument) == bits(before[step])
+    assert saved.missing == []
+    again = Cached() if is_nested else model
+    location = nanscan.replay(folder, again)
+    assert location.verdict == "origin"
+    if is_nested:
+        assert (location.op, int(again.used)) == ("aten.log.default", step + 1)
+
+
+def test_a_replay_says_what_it_lacks(tmp_path):
+    model = Do(lambda x, y: y.mul_(2) * x * NAN)
+    save_one(tmp_path, model, batch(), batch(1))
+    (folder,) = tmp_path.iterdir()
+    with pytest.raises(RuntimeError, match=r"without args\[1\]: changed in place"):
+        nanscan.replay(folder, model)
+
+
 def test_inference_tensors_have_no_version(tmp_path):
     with torch.inference_mode():
         x = batch()

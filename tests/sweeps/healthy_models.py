@@ -38,7 +38,8 @@ MASKED = ["Bert", "Roberta", "Electra", "ConvBert", "RoFormer", "MPNet", "Debert
 IMAGES = [
     "resnet18", "vit_tiny_patch16_224", "convnext_atto", "mobilenetv3_small_050", "regnetx_002",
     "efficientnet_lite0", "densenet121", "mixer_s32_224", "deit_tiny_patch16_224",
-    "swin_tiny_patch4_window7_224", "edgenext_xx_small", "resnext50_32x4d", "levit_128s", "mobilevit_xxs",
+    "swin_tiny_patch4_window7_224", "edgenext_xx_small", "resnext50_32x4d", "levit_128s",
+    "mobilevit_xxs",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from nanscan._locate.causes.masks import (
     fully_masked_rows,
     masked_query,
     masked_row_by_hand,
+    nan_behind_a_mask,
     zero_times_inf,
 )
 from nanscan._locate.causes.overflow import (
@@ -30,44 +31,59 @@ from nanscan._locate.causes.overflow import (
     denominator_zero,
     exponential,
     fused_denominator_zero,
+    nonfinite_setting,
     overflow,
     second_moment_overflow,
     small_divisor,
+    smallest_numbers_add_up,
     unequal_branches,
     update_overflow,
 )
 from nanscan._locate.causes.refutations import (
-    no_bad_data,
     no_division_by_zero,
     no_masked_row,
     no_overflow,
     no_where_trap,
 )
 from nanscan._locate.causes.undefined import (
+    eps_rounds_to_zero,
     equal_singular_values,
     integer_zero,
     negative_base,
     outside_of_domain,
+    scale_of_zeros,
     undefined_derivative,
 )
 
 # Best first. The rules of a group are about the same thing: the first answer of a group counts.
 _RULES: tuple[tuple[Rule[OpEvidence, Cause], ...], ...] = (
-    (bad_before_the_search,),
+    (nan_behind_a_mask, bad_before_the_search),
     (uninitialised_memory,),
     (fully_masked_rows, masked_row_by_hand, masked_query, zero_times_inf),
     (variance_of_too_few, mean_of_nothing, all_labels_ignored, ctc_target_too_long),
     (single_value_a_channel, zero_variance),
-    (denominator_zero, fused_denominator_zero, second_moment_overflow, update_overflow),
-    (equal_singular_values, undefined_derivative),
-    (outside_of_domain, integer_zero, negative_base),
-    (unequal_branches,),
+    (
+        nonfinite_setting,
+        denominator_zero,
+        fused_denominator_zero,
+        second_moment_overflow,
+        update_overflow,
+    ),
+    (
+        equal_singular_values,
+        eps_rounds_to_zero,
+        scale_of_zeros,
+        undefined_derivative,
+        outside_of_domain,
+        integer_zero,
+        negative_base,
+    ),
+    (smallest_numbers_add_up, unequal_branches),
     (exponential, cast, small_divisor, overflow),
 )
 
 _REFUTATIONS: tuple[Rule[OpEvidence, str], ...] = (
     no_overflow,
-    no_bad_data,
     no_division_by_zero,
     no_masked_row,
     no_where_trap,

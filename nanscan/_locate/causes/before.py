@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanscan._data.cause import Cause
+from nanscan._data.location import Operand
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.op_call import OpCall, call_of, is_bad
 from nanscan._locate.causes.wording import bad_of, named
@@ -25,15 +26,30 @@ def bad_before_the_search(evidence: OpEvidence) -> Cause | None:
     if bad.what:
         return Cause(
             f"{bad.what} was bad before anything ran",
-            held,
-            "it went bad in an earlier step: nanscan.replay that one, or load a checkpoint that is "
-            "finite. If it was never initialised, call reset_parameters() after to_empty()",
+            f"{held}; it is {_ARTICLES.get(bad.kind, 'known by that name')}",
+            _before_remedy(bad),
         )
     return Cause(
         "the data was bad before anything ran",
         held,
         "drop or repair the sample where it is loaded: assert torch.isfinite(batch).all()",
     )
+
+
+_ARTICLES = {"parameter": "a parameter", "buffer": "a buffer"}
+_ARTICLES["attribute"] = "a tensor that its module holds"
+
+
+def _before_remedy(bad: Operand) -> str:
+    if bad.kind == "attribute":
+        return "reset it, or write all of it before it is read"
+    text = (
+        "load a checkpoint in which it is finite; if an earlier step of this run made it so, "
+        "nanscan.replay that one"
+    )
+    if bad.kind == "parameter":
+        text += ". If it was never initialised, call reset_parameters() after to_empty()"
+    return text
 
 
 @rule(functions=("empty*", "new_empty*", "resize*", "set*"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 
 import torch
@@ -37,7 +39,8 @@ def variance_of_too_few(evidence: OpEvidence) -> Cause | None:
         "variance of a single value" if count == 1 else f"variance of {count} values",
         f"{call.function} of {list(call.tensors['self'].shape)} takes {plural(count, 'value')} an "
         f"element, and divides by {count} - {correction:g} = {count - correction:g}",
-        f"x.{call.function}(dim, correction=0), or skip batches of fewer than {correction + 1:g}",
+        f"skip what has fewer than {correction + 1:g} values: x.{call.function}(dim) if "
+        f"x.shape[dim] > {correction:g} else x.sum(dim) * 0",
     )
 
 
@@ -63,13 +66,15 @@ def all_labels_ignored(evidence: OpEvidence) -> Cause | None:
     if weight is None or weight.min != 0 or weight.max != 0:
         return None
     labels = numel(call.tensors.get("target"))
-    weights = call.stats("weight")
+    weights, remedy = call.stats("weight"), ""
     why = f"each is {call.settings.get('ignore_index')}, the ignore_index"
     if weights is not None:
         why += f", or of a class whose weight is 0 (weights are {weights.min:g} to {weights.max:g})"
-    return causes.empty_mean(
+        remedy = "skip such a batch: if weight[y[y != ignore_index]].sum() > 0"
+    cause = causes.empty_mean(
         f"the {labels:,} labels have a total weight of 0: {why}", of_labels=True
     )
+    return dataclasses.replace(cause, remedy=remedy) if remedy else cause
 
 
 @rule(functions=("_ctc_loss",))
@@ -79,17 +84,47 @@ def ctc_target_too_long(evidence: OpEvidence) -> Cause | None:
     made = call.results[0].stats if call.results else None
     if made is None or not made.posinf_count or call.has_bad_argument:
         return None
-    given, wanted = call.settings.get("input_lengths"), call.settings.get("target_lengths")
-    lengths = ""
-    if isinstance(given, (list, tuple)) and isinstance(wanted, (list, tuple)):
-        short = [(a, b) for a, b in zip(given, wanted, strict=True) if a < b]
-        lengths = f", such as one of {short[0][0]} frames for {short[0][1]} labels" if short else ""
+    samples = _ctc_samples(call)
+    if samples and not any(frames < labels + equal for frames, labels, equal in samples):
+        return None  # a probability of 0
+    short = next((s for s in samples if s[0] < s[1] + s[2]), None)
+    lengths, title = "; between equal labels it takes a frame more", "longer than its input"
+    if short is not None:
+        frames, labels, equal = short
+        lengths = f", such as one of {frames} frames for {labels} labels"
+        if equal:
+            lengths += f" and a frame more between each of {plural(equal, 'pair')} of equal labels"
+        if frames >= labels:
+            title = "too long for its input, since equal labels take a frame between them"
     return Cause(
-        "CTC: a target is longer than its input, which no alignment can give",
-        f"the loss is Inf in {made.posinf_count:,} of {made.numel:,} samples{lengths}; between "
-        "equal labels it takes a frame more",
+        f"CTC: a target is {title}, which no alignment can give",
+        f"the loss is Inf in {made.posinf_count:,} of {made.numel:,} samples{lengths}",
         "drop such samples, or F.ctc_loss(..., zero_infinity=True)",
     )
+
+
+def _ctc_samples(call: OpCall) -> list[tuple[int, int, int]]:
+    """Of each sample how many frames, labels and pairs of equal labels; [] where unknown."""
+    given, wanted = (_integers(call, name) for name in ("input_lengths", "target_lengths"))
+    targets = call.tensors.get("targets")
+    if not given or len(given) != len(wanted):
+        return []
+    numbers, samples, start = targets.numbers if targets is not None else (), [], 0
+    width = targets.shape[-1] if targets is not None and len(targets.shape) > 1 else 0
+    for i, (frames, labels) in enumerate(zip(given, wanted, strict=True)):
+        start = i * width if width else start
+        label = numbers[start : start + labels]
+        samples.append((frames, labels, sum(a == b for a, b in itertools.pairwise(label))))
+        start += labels
+    return samples
+
+
+def _integers(call: OpCall, name: str) -> tuple[int, ...]:
+    """The values of an argument that is a list, or a small tensor, of integers; () if unknown."""
+    value = call.settings.get(name)
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return call.tensors[name].numbers if name in call.tensors else ()
 
 
 # Normalisation ----------------------------------------------------------------------------------
@@ -124,7 +159,7 @@ def single_value_a_channel(evidence: OpEvidence) -> Cause | None:
         "batch norm in training of one value a channel",
         f"input of {list(given.shape)} has 1 value in each of {groups} channels; running_var is "
         "divided by 1 - 1 = 0",
-        "DataLoader(..., drop_last=True), a larger batch, or nn.GroupNorm",
+        "DataLoader(..., drop_last=True), or a larger batch",
     )
 
 
@@ -152,4 +187,6 @@ def zero_variance(evidence: OpEvidence) -> Cause | None:
             f"{infinite:,} of {groups:,} groups of {math.prod(given.shape) // groups} values have "
             f"a variance for which 1 / sqrt(variance + {eps:g}) is Inf"
         )
-    return causes.zero_variance(numbers, call.function.removeprefix("native_"), eps)
+    name = call.function.removeprefix("native_")
+    remedy = f"{name}(..., eps=1e-5); and find what makes all of its input the same"
+    return dataclasses.replace(causes.zero_variance(numbers, name, eps), remedy=remedy)

@@ -13,7 +13,7 @@ from nanscan._locate.causes.op_call import OpCall, call_of
 
 A = TypeVar("A")  # what a rule says: a Cause, or a sentence
 
-_VERDICTS = ("origin",)
+_VERDICTS = ("origin", "wiped-out", "absorbed")
 _DIRECTIONS = ("forward", "backward", "optimizer")
 
 

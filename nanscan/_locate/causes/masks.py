@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.location import Operand
 from nanscan._data.text import plural
+from nanscan._locate.causes.bounds import PRODUCTS
 from nanscan._locate.causes.evidence import OpEvidence, rule
+from nanscan._locate.causes.op_call import is_bad
 from nanscan._locate.causes.singularities import zeros
-from nanscan._locate.causes.wording import named
+from nanscan._locate.causes.wording import bad_of, named
 
+_ATTENTION_DIMS = 3  # scores of attention have at least so many
+_FILL = "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of -inf"
+_LOGITS = (
+    "of logits: no choice is left in such a row, so leave one, such as the end of the sequence, or "
+    "end it"
+)
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 
 
@@ -34,11 +43,16 @@ def fully_masked_rows(evidence: OpEvidence) -> Cause | None:
         rows, rest = divmod(made.nan_count, size)
     if not rows or rest or given.stats.neginf_count < rows * size:
         return None
-    return causes.masked_rows(
+    cause = causes.masked_rows(
         f"{named(given)} holds {given.stats.neginf_count:,} -Inf; the bad values are "
         f"{plural(rows, 'whole row')} of {size} along dim {dim}",
         rows,
     )
+    if call.function == "logsumexp":
+        return dataclasses.replace(cause, remedy=_FILL)
+    if len(given.shape) < _ATTENTION_DIMS:  # most likely logits, from which a choice is made
+        return dataclasses.replace(cause, remedy=f"{_LOGITS}; of attention: {_FILL}")
+    return cause
 
 
 @rule(functions=("sub",))
@@ -78,6 +92,7 @@ def masked_query(evidence: OpEvidence) -> Cause | None:
         f"{plural(rows, 'whole row')} of {width} NaN",
         rows,
         "an attention",
+        "let each row of the mask see one key, and drop the padded rows later",
     )
 
 
@@ -96,10 +111,40 @@ def zero_times_inf(evidence: OpEvidence) -> Cause | None:
     if not has_inf or not held or not call.result.stats.nan_count:
         return None
     times = f"{factor:g}" if factor is not None else "Inf"
+    is_mask = any(s is not None and not _has_inf(s) and _is_mask(s) for s in sides)
     return Cause(
-        f"0 * {times} is NaN: a mask is not multiplied by {times}",
+        f"0 * {times} is NaN" + (f": a mask is not multiplied by {times}" if is_mask else ""),
         f"an operand holds {held}; the product has {call.result.stats.nan_count:,} NaN",
-        "scores.masked_fill(mask == 0, float('-inf')) in the place of scores + (1 - mask) * -inf",
+        "scores.masked_fill(mask == 0, float('-inf')) in the place of scores + (1 - mask) * -inf"
+        if is_mask
+        else "",
+    )
+
+
+def _is_mask(operand: Operand) -> bool:
+    """Whether a tensor may hold nothing but 0 and 1."""
+    stats = operand.stats
+    return stats is not None and (stats.min, stats.max) in ((0.0, 1.0), (0.0, 0.0))
+
+
+@rule(verdicts=("propagated", "origin"), functions=("mul", *PRODUCTS))
+def nan_behind_a_mask(evidence: OpEvidence) -> Cause | None:
+    """Weights of 0 are to hide values that are NaN: 0 * NaN is NaN."""
+    call, hidden = evidence.call, evidence.location.hidden_values
+    if not hidden or call.result is None or call.result.stats is None:
+        return None
+    bad = next(filter(is_bad, call.tensors.values()), None)
+    if bad is None or bad.stats is None:
+        return None
+    total = call.result.stats.nonfinite_count
+    if hidden < total:
+        return None
+    return Cause(
+        "a weight of 0 does not hide a NaN: 0 * NaN is NaN",
+        f"{named(bad)} has {bad_of(bad.stats)}; all {total:,} bad values of the result come of "
+        "weights that are exactly 0",
+        "x.masked_fill(hidden, 0) before the product, where hidden says which values the weights "
+        "of 0 are to hide",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -46,6 +46,14 @@ class OpCall:
         """The scan of a tensor argument; None where there is none."""
         return self.tensors[name].stats if name in self.tensors else None
 
+    def integers(self, name: str) -> ScanResult | None:
+        """The extremes of an integer argument; None where it is none, or they are not known."""
+        return self.tensors[name].integers if name in self.tensors else None
+
+    def _extremes(self, name: str) -> ScanResult | None:
+        stats = self.stats(name)  # which has no truth value
+        return self.integers(name) if stats is None else stats
+
     def number(self, name: str) -> float | None:
         """A numeric argument; None where there is none."""
         value = self.settings.get(name)
@@ -54,7 +62,7 @@ class OpCall:
     def absmax(self, *names: str) -> float | None:
         """Largest finite magnitude of the first of these arguments that the call has."""
         for name in names:
-            if (stats := self.stats(name)) is not None:
+            if (stats := self._extremes(name)) is not None:
                 return stats.absmax or 0.0
             if (number := self.number(name)) is not None:
                 return abs(number)
@@ -64,7 +72,7 @@ class OpCall:
         """A lower bound of an argument's magnitude; None where it may be 0."""
         if (number := self.number(name)) is not None:
             return abs(number) or None
-        stats = self.stats(name)
+        stats = self._extremes(name)
         if stats is None or stats.min is None or stats.max is None:
             return None
         return stats.min if stats.min > 0 else -stats.max if stats.max < 0 else None
@@ -131,6 +139,18 @@ def _function(name: str) -> tuple[str, bool]:
     if plain.startswith("_foreach_"):
         return plain.removeprefix("_foreach_"), True
     return plain, plain.startswith("_fused_")
+
+
+def op_function(name: str) -> str:
+    """Plain name of an op's function: "clamp" of "aten.clamp_.default"."""
+    return _function(name)[0]
+
+
+def makers(operand: Operand | None) -> Iterator[OpCall]:
+    """The call that made a tensor, that which made its first operand, and so on."""
+    while operand is not None and operand.maker is not None:
+        yield call_of(operand.maker)
+        operand = next(iter(operand.maker.operands), None)
 
 
 def _has_index(operand: Operand, index: int) -> bool:

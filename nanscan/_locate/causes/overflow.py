@@ -10,18 +10,34 @@ from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import smallest
 from nanscan._data.location import Operand
-from nanscan._data.text import dtype_name
-from nanscan._locate.causes.bounds import largest_exponent, limit, overflows
+from nanscan._data.text import dtype_name, rounded
+from nanscan._locate.causes.bounds import bound, largest_exponent, limit, overflows
 from nanscan._locate.causes.evidence import OpEvidence, rule
-from nanscan._locate.causes.op_call import absmax
-from nanscan._locate.causes.singularities import zeros
-from nanscan._locate.causes.wording import made_counts, named, reaches
+from nanscan._locate.causes.exponentials import exponential_remedy
+from nanscan._locate.causes.op_call import OpCall, absmax, is_bad
+from nanscan._locate.causes.singularities import safe_eps, zeros
+from nanscan._locate.causes.wording import hidden, made_counts, named, reaches
 
 _CASTS = ("_to_copy", "copy")
 _FAR_APART = 8.0  # ratio of the largest values of two branches
 
 
 # Optimizers -------------------------------------------------------------------------------------
+
+
+@rule(directions=("optimizer",))
+def nonfinite_setting(evidence: OpEvidence) -> Cause | None:
+    """A number that an optimizer was set to is not finite, such as the learning rate."""
+    settings = {k: x for k, x in evidence.call.settings.items() if isinstance(x, float)}
+    bad = next(((k, x) for k, x in settings.items() if not math.isfinite(x)), None)
+    if bad is None:
+        return None
+    name = "the learning rate" if bad[0] == "lr" else "the learning rate, or another setting,"
+    return Cause(
+        f"{name} of the optimizer is {bad[1]:g}",
+        f"{evidence.location.op} was given {bad[0]}={bad[1]:g}",
+        "mend it where it is set: the optimizer's param_groups, or the scheduler that changes them",
+    )
 
 
 @rule(directions=("optimizer",), functions=("addcdiv",))
@@ -35,7 +51,7 @@ def denominator_zero(evidence: OpEvidence) -> Cause | None:
     return Cause(
         f"the optimizer's eps is 0 in {dtype}: the update divides by sqrt(0) + 0",
         f"its denominator holds {held}; the smallest {dtype} is {smallest(below.dtype):.1e}",
-        "Adam(..., eps=1e-4), or keep parameters in float32 and use torch.autocast",
+        "eps=1e-4 for the optimizer, or keep parameters in float32 and use torch.autocast",
     )
 
 
@@ -84,12 +100,15 @@ def update_overflow(evidence: OpEvidence) -> Cause | None:
     call = evidence.call
     if not overflows(call):
         return None
-    factor = next((n for s in ("alpha", "value", "lr") if (n := call.number(s)) is not None), None)
+    settings = ("alpha", "value", "lr")
+    factor = next((n for s in settings if (n := call.number(s)) is not None), None)
+    names = ("other", "tensor1", "grad")
+    gradient = next((x for name in names if (x := call.absmax(name))), None)
+    lower = limit(call.made.dtype) / gradient / 2 if gradient else None
     return Cause(
         f"the optimizer's update overflows {dtype_name(call.made.dtype)}",
         f"{reaches(call)}" + (f"; the step is multiplied by {factor:g}" if factor else ""),
-        "a lower learning rate; torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before the "
-        "step",
+        "a lower learning rate" + (f", far below {rounded(lower)}" if factor and lower else ""),
     )
 
 
@@ -111,12 +130,12 @@ def exponential(evidence: OpEvidence) -> Cause | None:
     written = (
         f"{call.number('self'):g} ** {{}}" if call.function == "pow" else f"{call.function}({{}})"
     )
-    dtype = dtype_name(call.made.dtype)
+    dtype, by = dtype_name(call.made.dtype), hidden(evidence.location)
     return Cause(
-        f"{written.format(f'{largest:.6g}')} overflows {dtype}",
+        f"{written.format(f'{largest:.6g}')} overflows {dtype}"
+        + (f"; {by} hides that, but not 0 * Inf = NaN in its backward" if by else ""),
         f"{named(given)} reaches {largest:.6g}; {dtype} ends at {written.format(f'{ends:.2f}')}",
-        "softmax, logsumexp, softplus or sigmoid in their own functions; by hand "
-        "(x - x.amax(-1, keepdim=True)).exp()",
+        exponential_remedy(evidence.location, call, ends),
     )
 
 
@@ -125,15 +144,57 @@ def cast(evidence: OpEvidence) -> Cause | None:
     """A value is too large for the dtype that it is converted to."""
     call = evidence.call
     given = call.tensors.get("src") or call.tensors.get("self")
-    if given is None or given.stats is None or not overflows(call):
+    if given is None or call.result is None or not is_bad(call.made):
         return None
-    largest, most = given.stats.absmax or 0.0, limit(call.made.dtype)
-    dtype = dtype_name(call.made.dtype)
+    is_integer = not given.dtype.is_floating_point and not given.dtype.is_complex
+    if not overflows(call) and not is_integer:
+        return None
+    largest, most = call.absmax("src", "self"), limit(call.made.dtype)
+    source, dtype = dtype_name(given.dtype), dtype_name(call.made.dtype)
+    reach = ", which has no Inf" if largest is None else f" and reaches {largest:.6g}, "
+    reach += (
+        "" if largest is None else f"{largest / most:.3g} times the largest {dtype}, {most:.6g}"
+    )
     return Cause(
         f"conversion to {dtype} overflows",
-        f"{named(given)} is {dtype_name(given.dtype)} and reaches {largest:.6g}, "
-        f"{largest / most:.3g} times the largest {dtype}, {most:.6g}",
-        _wider(call.made.dtype),
+        f"{named(given)} is {source}{reach}",
+        _cast_remedy(given, call.made.dtype),
+    )
+
+
+def _cast_remedy(given: Operand, dtype: torch.dtype) -> str:
+    if dtype.itemsize == 1:
+        name = dtype_name(dtype)
+        return (
+            f"scale it into the range first: scale = (x.abs().amax() / torch.finfo(torch.{name})"
+            f".max).clamp(min={safe_eps(given.dtype):g}); (x / scale).to(torch.{name})"
+        )
+    if not given.dtype.is_floating_point:
+        return "x.float(), and compute what follows in float32"
+    if given.stats is not None and given.stats.min == -limit(given.dtype):
+        return (
+            f"make the mask in the dtype that uses it: torch.finfo(torch.{dtype_name(dtype)}).min"
+        )
+    return f"leave it in {dtype_name(given.dtype)} here, and compute what follows in it"
+
+
+@rule(functions=("add",))
+def smallest_numbers_add_up(evidence: OpEvidence) -> Cause | None:
+    """Masks of the smallest number of a dtype: a sum with a score, or of two masks, is -Inf."""
+    call = evidence.call
+    made = call.result
+    if made is None or made.stats is None or not made.stats.neginf_count or not overflows(call):
+        return None
+    most = limit(made.dtype)
+    masks = [o for o in call.tensors.values() if o.stats is not None and o.stats.min == -most]
+    if not masks or made.stats.nan_count or made.stats.posinf_count:
+        return None
+    dtype = dtype_name(made.dtype)
+    return Cause(
+        f"a mask of the smallest {dtype} is added to negative numbers: the sum is -Inf",
+        f"{named(masks[0])} goes down to {-most:.6g}, the smallest {dtype}; {made_counts(call)}",
+        "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of scores + mask; "
+        "masks that are bool combine with &",
     )
 
 
@@ -151,8 +212,7 @@ def unequal_branches(evidence: OpEvidence) -> Cause | None:
     return Cause(
         "one branch of a residual sum has outgrown the other",
         f"{_spread(large)}; {_spread(small)}; the largest values differ by a factor of {ratio:.3g}",
-        "normalise or scale the branch before the sum: x + scale * branch(norm(x)) with "
-        "scale = nn.Parameter(torch.tensor(0.1))",
+        _wider(call),
     )
 
 
@@ -176,11 +236,17 @@ def small_divisor(evidence: OpEvidence) -> Cause | None:
     least = call.smallest("other")
     if least is None or least >= 1 or not overflows(call):
         return None
+    below, top = call.stats("other"), call.absmax("self") or 0.0
+    remedy = _wider(call)
+    if below is not None and below.min is not None and evidence.location.node == "":
+        eps = 2 * top / limit(call.made.dtype)
+        is_positive = below.min > 0
+        remedy = f"x / y.clamp({f'min={eps:.1g}' if is_positive else f'max=-{eps:.1g}'})"
     return Cause(
         f"division by values close to 0 overflows {dtype_name(call.made.dtype)}",
-        f"the numerator reaches {call.absmax('self') or 0.0:.6g}, the denominator goes down to "
-        f"{least:.3g}; {made_counts(call)}",
-        "x / y.clamp(min=eps) where y >= 0, with an eps that the quotient survives",
+        f"the numerator reaches {top:.6g}, the denominator goes down to {least:.3g}; "
+        f"{made_counts(call)}",
+        remedy,
     )
 
 
@@ -188,29 +254,39 @@ def small_divisor(evidence: OpEvidence) -> Cause | None:
 def overflow(evidence: OpEvidence) -> Cause | None:
     """A sum, product or power overflows, in forward or backward."""
     call = evidence.call
-    if call.function in _CASTS or not overflows(call):
+    if call.function in _CASTS or not overflows(call) or smallest_numbers_add_up(evidence):
         return None
-    location, dtype = evidence.location, call.made.dtype
+    location, dtype, by = evidence.location, call.made.dtype, hidden(evidence.location)
     node = f" in the backward of {location.node}" if location.direction == "backward" else ""
     return Cause(
-        f"{call.function} overflows {dtype_name(dtype)}{node}",
+        f"{call.function} overflows {dtype_name(dtype)}{node}"
+        + (f"; {by} hides that, but not 0 * Inf = NaN in its backward" if by else ""),
         f"{reaches(call)}; {made_counts(call)}",
-        _wider(dtype),
+        _norm_remedy(call, evidence.location.op) or _wider(call),
     )
 
 
-def _wider(dtype: torch.dtype) -> str:
+def _norm_remedy(call: OpCall, op: str) -> str:
+    """What to do about a norm that overflows though each value is finite; "" of another op."""
+    if call.function not in ("linalg_vector_norm", "norm"):
+        return ""
+    if "_foreach_norm" in op:  # as in clip_grad_norm_
+        return "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0) before the norm is taken"
+    if call.made.dtype.itemsize < 4:  # noqa: PLR2004 - bytes of float32
+        return "keep it in float32: x.float().norm()"
+    return "scale = x.abs().amax(); scale * (x / scale).norm()"
+
+
+def _wider(call: OpCall) -> str:
     """What to do about values that are too large for a dtype."""
-    if dtype == torch.float16:
-        return (
-            "bfloat16 reaches 3.4e38: torch.autocast(device, dtype=torch.bfloat16); or keep this "
-            "place in float32: x.float(), or scale down what feeds it"
-        )
-    if dtype.itemsize == 1:
-        return (
-            "scale the tensor into the range first: x / (x.abs().amax() / torch.finfo(dtype).max)"
-        )
-    return (
-        "values this large have diverged: lower the learning rate, clip gradients with "
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), or normalise what feeds it"
-    )
+    dtype, largest = call.made.dtype, bound(call)
+    if dtype in (torch.float16, torch.bfloat16, torch.float32):
+        wide = torch.float64 if dtype == torch.float32 else torch.float32
+        if largest is not None and largest < limit(wide):
+            if wide is torch.float64:
+                return (
+                    "normalise what feeds it: values this large have mostly diverged. float64 "
+                    "holds them: x.double()"
+                )
+            return "keep this place in float32: x.float() of what goes into it"
+    return "normalise what feeds it"

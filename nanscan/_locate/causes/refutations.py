@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-from nanscan._data.text import dtype_name, plural, share
+from nanscan._data.text import dtype_name, share
 from nanscan._locate.causes.bounds import bound, limit
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.masks import SOFTMAX
-from nanscan._locate.causes.op_call import absmax, is_bad
-from nanscan._locate.causes.overflow import exponential
+from nanscan._locate.causes.op_call import absmax
 from nanscan._locate.causes.singularities import domain_of
-from nanscan._locate.causes.undefined import masked_by
 
-_FAR_FROM_LIMIT = 0.01
 _NARROW = 2  # bytes: in dtypes of 16 bits or less, overflow is a common suspicion
+# What these return for a finite argument inside of their domain is far from the limit of any dtype.
+_NEVER_OVERFLOW: tuple[str, ...] = ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "logit")
+_NEVER_OVERFLOW += ("acos", "asin", "atanh", "acosh", "erfinv")
 
 
 @rule()
 def no_overflow(evidence: OpEvidence) -> str | None:
-    """The arguments are too small for an overflow."""
+    """The result is bounded, or the function cannot overflow."""
     call = evidence.call
-    operands = [
-        o for o in call.tensors.values() if o.stats is not None and o.stats.absmax is not None
-    ]
-    if call.result is None or not operands or not call.result.dtype.is_floating_point:
+    if call.result is None or call.has_bad_argument or not call.result.dtype.is_floating_point:
         return None
-    largest = max(map(absmax, operands))
+    if call.result.dtype.itemsize > _NARROW or any(o.stats is None for o in call.tensors.values()):
+        return None
     most, reached = limit(call.result.dtype), bound(call)
-    if (most * _FAR_FROM_LIMIT if reached is None else most) <= (reached or largest):
-        return None
-    if exponential(evidence) is not None or call.result.dtype.itemsize > _NARROW:
+    is_proven = reached < most if reached is not None else call.function in _NEVER_OVERFLOW
+    largest = max(map(absmax, call.tensors.values()), default=0.0)
+    if not is_proven or not largest:
         return None
     return (
         f"overflow: unlikely because operands reach {largest:.6g}, {share(largest, most)} of "
         f"{dtype_name(call.result.dtype)}'s largest {most:.6g}"
-    )
-
-
-@rule()
-def no_bad_data(evidence: OpEvidence) -> str | None:
-    """All arguments are finite."""
-    location = evidence.location
-    known = [o for o in location.operands if o.stats is not None]
-    if not known or any(map(is_bad, known)):
-        return None
-    return (
-        f"bad data or weights: unlikely because {location.op} was given "
-        f"{plural(len(known), 'tensor')} without a non-finite value"
     )
 
 
@@ -68,16 +53,15 @@ def no_masked_row(evidence: OpEvidence) -> str | None:
     return "a fully masked row: unlikely because the softmax was given no -Inf"
 
 
-@rule(directions=("backward",))
+@rule(directions=("backward",), functions=("div", "mul"))
 def no_where_trap(evidence: OpEvidence) -> str | None:
-    """No torch.where, or the like, took the result of a function that is not defined everywhere."""
+    """No torch.where, or the like, dropped a result: its gradient would be 0 there."""
     location = evidence.location
-    if location.forward is None or not location.consumers:
+    if location.forward is None or domain_of(evidence.forward_call) is None:
         return None
-    if domain_of(evidence.forward_call) is None or masked_by(location):
+    gradient = location.operands[0] if location.operands else None
+    if gradient is None or gradient.stats is None or not gradient.has_moments:
         return None
-    taken = ", ".join(location.consumers)
-    return (
-        f"the torch.where trap: unlikely because only {taken} took what {location.forward.name} "
-        "returned"
-    )
+    if gradient.stats.zero_count or not gradient.stats.is_finite:
+        return None
+    return f"the torch.where trap: unlikely because the gradient that {location.node} took has no 0"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
+
 from nanscan._data.location import Operand
 from nanscan._data.result import ScanResult
 from nanscan._locate.causes.op_call import OpCall, node_function
+
+_ROUNDING = 32  # so many eps of the largest value
 
 
 @dataclass
@@ -40,7 +44,8 @@ class Domain:
 
     Attributes:
         what: the function in words, up to what it is of: "log of", "division by".
-        remedy: what to write instead.
+        remedy: what to write instead, where an argument is at the edge of the domain; "": the
+            argument is replaced before the function.
         argument: the name of the argument in the schema.
         low: the smallest value for which it is defined.
         high: the largest.
@@ -107,30 +112,52 @@ def _holds(operand: Operand, stats: ScanResult, point: float) -> str:
     return f"a largest value of exactly {point:g}" if stats.max == point else ""
 
 
-_LOG = "x.clamp(min=torch.finfo(x.dtype).tiny).{0}(), or log_softmax in the place of softmax + log"
-_ARC = "torch.{0}(x.clamp(-1 + eps, 1 - eps)) with eps = 1e-6, in 16 bits 1e-3"
-_DIVISION = (
-    "x / y.clamp(min=eps) where y >= 0; or y = torch.where(y == 0, 1, y) before the division"
-)
-_SQRT = "torch.sqrt(x.clamp(min=0) + eps)"
+# Remedies for arguments at the edge of a domain, or outside of it by no more than rounding.
+_LOG = "x.clamp(min=torch.finfo(x.dtype).tiny).{0}()"
+_INSIDE = "torch.{0}(x.clamp(-1 + eps, 1 - eps)) with eps = torch.finfo(x.dtype).eps"
+_DIVISOR = "y = torch.where(y == 0, 1, y) before the division"
 
 _DOMAINS = {
     **{name: Domain(f"{name} of", _LOG.format(name), low=0) for name in ("log", "log2", "log10")},
-    "xlogy": Domain("log of", "torch.special.entr, or y.clamp(min=eps)", argument="other", low=0),
-    "log1p": Domain("log1p of", "x.clamp(min=-1 + eps).log1p()", low=-1),
-    "logit": Domain("logit of", "torch.logit(x, eps=1e-6)", low=0, high=1),
-    "sqrt": Domain("square root of", _SQRT, low=0, at_ends=True),
-    "rsqrt": Domain("reciprocal square root of", "torch.rsqrt(x.clamp(min=0) + eps)", low=0),
-    "reciprocal": Domain("division by", _DIVISION, pole=0),
-    "div": Domain("division by", _DIVISION, argument="other", pole=0),
-    "remainder": Domain("remainder of a division by", _DIVISION, argument="other", pole=0),
-    "fmod": Domain("remainder of a division by", _DIVISION, argument="other", pole=0),
-    "acos": Domain("acos of", _ARC.format("acos"), low=-1, high=1, at_ends=True),
-    "asin": Domain("asin of", _ARC.format("asin"), low=-1, high=1, at_ends=True),
-    "atanh": Domain("atanh of", _ARC.format("atanh"), low=-1, high=1),
-    "erfinv": Domain("erfinv of", _ARC.format("erfinv"), low=-1, high=1),
-    "acosh": Domain("acosh of", "torch.acosh(x.clamp(min=1 + eps))", low=1, at_ends=True),
+    "xlogy": Domain(
+        "log of",
+        "torch.xlogy(x, y.clamp(min=torch.finfo(y.dtype).tiny))",
+        argument="other",
+        low=0,
+    ),
+    "log1p": Domain("log1p of", "x.clamp(min=-1 + torch.finfo(x.dtype).eps).log1p()", low=-1),
+    "logit": Domain("logit of", "torch.logit(x, eps=torch.finfo(x.dtype).eps)", low=0, high=1),
+    "sqrt": Domain("square root of", "", low=0, at_ends=True),
+    "rsqrt": Domain("reciprocal square root of", "torch.rsqrt(x.clamp(min={eps:g}))", low=0),
+    "reciprocal": Domain("division by", _DIVISOR, pole=0),
+    "div": Domain("division by", _DIVISOR, argument="other", pole=0),
+    "remainder": Domain("remainder of a division by", _DIVISOR, argument="other", pole=0),
+    "fmod": Domain("remainder of a division by", _DIVISOR, argument="other", pole=0),
+    "acos": Domain("acos of", _INSIDE.format("acos"), low=-1, high=1, at_ends=True),
+    "asin": Domain("asin of", _INSIDE.format("asin"), low=-1, high=1, at_ends=True),
+    "atanh": Domain("atanh of", _INSIDE.format("atanh"), low=-1, high=1),
+    "erfinv": Domain("erfinv of", _INSIDE.format("erfinv"), low=-1, high=1),
+    "acosh": Domain(
+        "acosh of",
+        "torch.acosh(x.clamp(min=1 + eps)) with eps = torch.finfo(x.dtype).eps",
+        low=1,
+        at_ends=True,
+    ),
 }
+
+
+def safe_eps(dtype: torch.dtype) -> float:
+    """A number that can stand for 0 in a divisor or a root, in forward and backward."""
+    return 1e-3 if dtype == torch.float16 else 1e-12
+
+
+def is_rounding(operand: Operand, found: Domain) -> bool:
+    """Whether values leave a domain by no more than what rounding does."""
+    stats = operand.stats
+    if stats is None or stats.min is None or stats.max is None:
+        return True
+    tolerance = _ROUNDING * torch.finfo(operand.dtype).eps * max(1.0, stats.absmax or 0.0)
+    return found.low - stats.min <= tolerance and stats.max - found.high <= tolerance
 
 
 def domain_of(call: OpCall) -> Domain | None:
@@ -153,7 +180,6 @@ def _power_domain(exponent: float | None) -> Domain | None:
         return None
     what = f"power {exponent:g} of"
     if float(exponent).is_integer():
-        return Domain(what, "(x + eps) ** exponent where x >= 0", pole=0)
-    remedy = "(x.clamp(min=0) + eps) ** exponent"
+        return Domain(what, "", pole=0)
     # At x = 0 a power between 0 and 1 is finite, and its derivative is not.
-    return Domain(what, remedy, low=0, at_ends=exponent > 0)
+    return Domain(what, "", low=0, at_ends=exponent > 0)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.causes import UNMASK
+from nanscan._data.dtypes import rounds_to_zero, smallest
 from nanscan._data.location import Location, Operand
 from nanscan._data.text import dtype_name
 from nanscan._locate.causes.evidence import OpEvidence, rule
-from nanscan._locate.causes.op_call import OpCall, node_function
+from nanscan._locate.causes.op_call import OpCall, is_bad, makers, node_function, op_function
 from nanscan._locate.causes.singularities import (
     Domain,
     Outside,
     domain_of,
     domain_of_node,
+    is_rounding,
+    safe_eps,
     zeros,
 )
-from nanscan._locate.causes.wording import made_counts, named
+from nanscan._locate.causes.wording import hidden, made_counts, named
 
 _DECOMPOSITIONS = ("linalgsvd", "linalgeigh", "linalgeig")
 _SELECTS = ("where", "masked_fill", "masked_select", "index", "index_put", "masked_scatter")
@@ -40,14 +45,18 @@ def undefined_derivative(evidence: OpEvidence) -> Cause | None:
     numbers += [divided] if divided else []
     function, masked = found.what.rpartition(" ")[0], masked_by(location)
     if masked and _has_zero_times_inf(location):
+        by = hidden(location)
         return Cause(
             f"{masked} does not stop 0 * Inf = NaN in the backward of {function}",
-            f"{'; '.join(numbers)}; where {masked} drops its result the gradient is 0"
+            f"{'; '.join(numbers)}; where {by or masked} drops its result the gradient is 0"
             f"{_zero_gradients(location)}",
             _where_remedy(found, location),
         )
     at = " and ".join(outside.kinds) if outside else ""
-    return causes.undefined_derivative("; ".join(numbers), function, at, found.remedy)
+    remedy = found.remedy.format(eps=safe_eps(evidence.call.made.dtype))
+    return causes.undefined_derivative(
+        "; ".join(numbers), function, at, remedy or _where_remedy(found, location)
+    )
 
 
 def _argument(call: OpCall | None, found: Domain) -> Operand | float | None:
@@ -76,20 +85,23 @@ def masked_by(location: Location) -> str:
 
 
 def _has_zero_times_inf(location: Location) -> bool:
-    """Whether NaN was made, as 0 * Inf gives it."""
-    ops = [op for op in (location.at, location.consequence) if op is not None]
-    return any(r.stats is not None and r.stats.nan_count for op in ops for r in op.results)
+    """Whether NaN was made of a gradient that has zeros, as 0 * Inf gives it."""
+    op = location.consequence or location.at
+    has_nan = any(r.stats is not None and r.stats.nan_count for r in op.results)
+    return has_nan and bool(_zero_gradients(location))
 
 
 def _zero_gradients(location: Location) -> str:
     """In brackets: the zeros in the gradient that the op that made NaN took; "" else."""
     op = location.consequence or location.at
-    held = zeros(op.operands[0]) if op.operands else ""
+    held = next((text for o in op.operands if not is_bad(o) and (text := zeros(o))), "")
     return f" ({held})" if held else ""
 
 
 def _where_remedy(found: Domain, location: Location) -> str:
-    name = location.forward.name.split(".")[1] if location.forward else node_function(location.node)
+    name = node_function(location.node)
+    if location.forward is not None or not location.node:
+        name = op_function((location.forward or location.at).name)
     written = {"div": "y / safe", "pow": "safe ** p", "reciprocal": "1 / safe"}
     safe = written.get(name, f"safe.{name}()")
     inside = "x != 0" if found.pole == 0 else f"x > {found.low:g}"
@@ -111,37 +123,124 @@ def outside_of_domain(evidence: OpEvidence) -> Cause | None:
         return None
     argument = call.tensors.get(found.argument)
     where = named(argument) if argument is not None else found.argument
-    after = evidence.location.consequence
+    after, by = evidence.location.consequence, hidden(evidence.location)
     times_log = after is not None and ".mul" in after.name and "log" in call.function
     return Cause(
         f"{found.what} {' and '.join(outside.kinds)}" + (", then 0 * -Inf" if times_log else ""),
-        f"{where} has {outside}; {made_counts(call)}",
-        "torch.special.entr(p), or torch.xlogy(p, q): they give 0 for p = 0"
-        if times_log
-        else _division_remedy(call) or found.remedy,
+        f"{where} has {outside}; {made_counts(call)}" + (f"; {by} drops it" if by else ""),
+        _remedy(evidence, found, times_log=times_log),
     )
 
 
-def _division_remedy(call: OpCall) -> str:
-    """What to do about a division by 0, by the ops that made its operands; "" if unknown."""
-    above, below = (call.tensors[n].made_by if n in call.tensors else "" for n in ("self", "other"))
-    if "aten.exp." in above and "aten.sum." in below:
+def _remedy(evidence: OpEvidence, found: Domain, *, times_log: bool) -> str:
+    """What to do about an argument outside of a domain."""
+    call, location = evidence.call, evidence.location
+    argument = call.tensors.get(found.argument)
+    if location.hidden_by is not None and op_function(location.hidden_by.name) in _SELECTS:
+        return _where_remedy(found, location)
+    if argument is not None and not is_rounding(argument, found):
+        return _formula_remedy(call, argument)
+    if times_log:
+        return (
+            "torch.special.entr(p), or torch.xlogy(p, q), where no gradient is needed; with one: "
+            "torch.xlogy(p, p.clamp(min=torch.finfo(p.dtype).tiny))"
+        )
+    if call.function in ("log", "log2", "log10") and argument is not None:
+        maker = next(makers(argument), None)
+        if maker is not None and "softmax" in maker.function:
+            return "F.log_softmax(x, dim) in the place of softmax and log"
+    if found.what.startswith("division by"):
+        return _division_remedy(call, found)
+    return found.remedy.format(eps=safe_eps(call.made.dtype)) or _where_remedy(found, location)
+
+
+def _formula_remedy(call: OpCall, argument: Operand) -> str:
+    made = f" ({argument.made_by})" if argument.made_by else ""
+    text = f"mend the formula that made {argument.name}{made}: a clamp would hide that it is wrong"
+    if call.function == "pow":
+        text += "; x.sign() * x.abs() ** p where that is meant"
+    return text
+
+
+def _division_remedy(call: OpCall, found: Domain) -> str:  # noqa: PLR0911 - a table
+    """What to do about a division by 0, by the ops that made its operands."""
+    above, below = (next(makers(call.tensors.get(n)), None) for n in ("self", found.argument))
+    eps = safe_eps(call.made.dtype)
+    pair = tuple("" if maker is None else maker.function for maker in (above, below))
+    if pair == ("exp", "sum"):
         return f"F.softmax(scores, dim=-1); of rows that are fully masked: {UNMASK}"
-    for maker, remedy in _DIVISORS.items():
-        if f"aten.{maker}." in below:
-            return remedy
-    return ""
+    if pair[1] in ("linalg_vector_norm", "norm"):
+        return f"F.normalize(x, dim=-1), with eps={eps:g}: it divides by norm.clamp(min=eps)"
+    if pair[1] in ("std", "var"):
+        return f"(x - mean) / (std + eps) with eps={eps:g}"
+    if _is_count(call.tensors.get(found.argument)):
+        return "total / count.clamp(min=1)"
+    divisor = call.stats(found.argument)
+    if divisor is None or divisor.min is None or divisor.min < 0:
+        return _DIVISOR
+    if pair[1] == "sum":
+        return f"x / x.sum().clamp(min={eps:g}); where it is a count, .clamp(min=1)"
+    if call.made.dtype == torch.float16:
+        return _DIVISOR
+    return f"x / y.clamp(min=eps) with eps={eps:g}, where y >= 0; or {_DIVISOR}"
 
 
-_DIVISORS = {
-    **dict.fromkeys(
-        ("linalg_vector_norm", "norm"),
-        "F.normalize(x, dim=-1), which divides by norm.clamp(1e-12)",
-    ),
-    **dict.fromkeys(("std", "var"), "(x - mean) / (std + eps)"),
-    **dict.fromkeys(("count_nonzero", "_to_copy"), "total / count.clamp(min=1)"),
-    "sum": "x / x.sum().clamp(min=1e-12); where it is a count, .clamp(min=1)",
-}
+_DIVISOR = "y = torch.where(y == 0, 1, y) before the division"
+
+
+def _is_count(operand: Operand | None) -> bool:
+    """Whether a tensor is a sum of integers, or a conversion of them."""
+    if operand is None or operand.maker is None or not operand.maker.operands:
+        return False
+    source = operand.maker.operands[0].dtype
+    function = op_function(operand.maker.name)
+    if function == "count_nonzero":
+        return True
+    return (
+        function in ("_to_copy", "sum") and not source.is_floating_point and not source.is_complex
+    )
+
+
+@rule(of_forward=True)
+def eps_rounds_to_zero(evidence: OpEvidence) -> Cause | None:
+    """An eps that was to keep an argument from 0 is 0 itself in the dtype at hand."""
+    call = evidence.forward_call
+    found = domain_of(call)
+    argument = None if found is None else call.tensors.get(found.argument)
+    if found is None or argument is None or not argument.dtype.is_floating_point:
+        return None
+    maker = next(makers(argument), None)
+    if maker is None or not zeros(argument):
+        return None
+    setting = {"clamp_min": "min", "clamp": "min", "add": "other"}.get(maker.function, "")
+    eps, dtype = maker.number(setting), dtype_name(argument.dtype)
+    if eps is None or eps <= 0 or not rounds_to_zero(eps, argument.dtype):
+        return None
+    return Cause(
+        f"{found.what} zero: its eps={eps:g} is 0 in {dtype}",
+        f"{argument.made_by} was to keep {named(argument)} from 0, which has "
+        f"{zeros(argument)}; the smallest {dtype} is {smallest(argument.dtype):.1e}",
+        f"eps={safe_eps(argument.dtype):g}, which {dtype} holds; where no gradient is needed, "
+        "the same in float32: x.float()",
+    )
+
+
+@rule(functions=("div", "reciprocal"))
+def scale_of_zeros(evidence: OpEvidence) -> Cause | None:
+    """A scale is the largest magnitude of a tensor, as for float8, and the tensor is all zeros."""
+    call = evidence.call
+    found = domain_of(call)
+    scale = None if found is None else call.tensors.get(found.argument)
+    if scale is None or not (held := zeros(scale)):
+        return None
+    before = [maker.function for maker in makers(scale)]
+    if not {"amax", "max"} & set(before) or "abs" not in before:
+        return None
+    return Cause(
+        "a scale is 0: it is the largest magnitude of values that are all 0",
+        f"{named(scale)} ({scale.made_by}) has {held}; {made_counts(call)}",
+        f"scale.clamp(min={safe_eps(scale.dtype):g}) before the division",
+    )
 
 
 @rule(functions=("div",))
@@ -150,6 +249,8 @@ def integer_zero(evidence: OpEvidence) -> Cause | None:
     call = evidence.call
     below = call.tensors.get("other")
     if below is None or below.stats is not None or call.has_bad_argument:
+        return None
+    if below.integers is not None and not below.integers.zero_count:
         return None
     if below.dtype.is_floating_point or below.dtype.is_complex:
         return None
@@ -179,7 +280,9 @@ def negative_base(evidence: OpEvidence) -> Cause | None:
     return Cause(
         f"power of {what}",
         f"{held}, exponents in [{exponent.min:.6g}, {exponent.max:.6g}]; {made_counts(call)}",
-        "(x.clamp(min=0) + eps) ** p, or x.sign() * x.abs() ** p where that is meant",
+        "x.sign() * x.abs() ** p where that is meant"
+        if base.min < 0
+        else "torch.where(x == 0, 1, x) ** p",
     )
 
 
@@ -191,9 +294,11 @@ def equal_singular_values(evidence: OpEvidence) -> Cause | None:
         return None
     if below is None or not (held := zeros(below)):
         return None
+    is_difference = below.shape[-2:-1] == below.shape[-1:]
     return Cause(
-        "two equal eigenvalues or singular values: the derivative of their vectors is not defined",
-        f"{node} divides by differences of them, with {held}",
-        "use torch.linalg.svdvals or eigvalsh if the vectors need no gradient; break the ties: "
-        "A + 1e-6 * torch.diag(torch.rand(n))",
+        "two equal eigenvalues or singular values: the derivative of their vectors is not defined"
+        if is_difference
+        else "a singular value of 0: the derivative of its vectors is not defined",
+        f"{node} divides by {'differences of ' if is_difference else ''}them, with {held}",
+        "torch.linalg.svdvals(A) or eigvalsh(A) if the vectors need no gradient: theirs is defined",
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from nanscan._data.location import Operand
+from pathlib import Path
+
+from nanscan._data.location import Location, Operand
 from nanscan._data.result import ScanResult, bad_counts
 from nanscan._data.text import dtype_name, share
 from nanscan._locate.causes.bounds import PRODUCTS, bound, limit, summed_products
-from nanscan._locate.causes.op_call import OpCall, absmax
+from nanscan._locate.causes.op_call import OpCall, absmax, op_function
 
 
 def named(operand: Operand) -> str:
@@ -17,6 +19,15 @@ def named(operand: Operand) -> str:
 def bad_of(stats: ScanResult) -> str:
     """Counts of non-finite values and of all: "3 NaN, 1 Inf of 12"."""
     return f"{bad_counts(stats)} of {stats.numel:,}"
+
+
+def hidden(location: Location) -> str:
+    """What hid the values from the forward, and its line: "torch.clamp (net.py:10)"; "" else."""
+    op = location.hidden_by
+    if op is None or location.verdict != "origin":
+        return ""
+    line = f" ({Path(op.file).name}:{op.line})" if op.file else ""
+    return f"torch.{op_function(op.name)}{line}"
 
 
 def made_counts(call: OpCall) -> str:
