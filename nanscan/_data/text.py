@@ -45,6 +45,8 @@ def share(x: float, most: float) -> str:
     percent = 100 * x / most
     if 0 < percent < 0.1:  # noqa: PLR2004
         return "less than 0.1 %"
+    if 99.5 <= percent < 100:  # noqa: PLR2004
+        return "over 99 %"
     return f"{percent:,.0f} %" if percent >= 10 else f"{percent:.2g} %"  # noqa: PLR2004
 
 

@@ -134,3 +134,17 @@ def test_a_second_origin_does_not_follow_finite_values_only():
     assert [str(first.site), str(second.site)] == ["a output", "b output"]
     assert second.verdict == "origin"
     assert first.unlikely == second.unlikely == ()
+
+
+def test_a_cast_that_overflows_is_not_denied():
+    """Positions past 65,504 are Inf in float16; nothing that is scanned comes near."""
+
+    class Rotary(nn.Module):
+        def forward(self, x, position):
+            return x * position.type_as(x)[:, None].cos()
+
+    model = Rotary()
+    x, position = torch.randn(3, 4).half(), torch.tensor([10, 70000, 512])
+    finding = first_fault(diagnosed(model, lambda: model(x, position)))
+    assert finding.stats.first_nonfinite == (1, 0)
+    assert (finding.causes, finding.unlikely) == ((), ())
