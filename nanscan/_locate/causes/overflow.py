@@ -10,7 +10,7 @@ from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import smallest
 from nanscan._data.location import Operand
-from nanscan._data.text import dtype_name, rounded
+from nanscan._data.text import dtype_name, rounded_down
 from nanscan._locate.causes.bounds import bound, largest_exponent, limit, overflows
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.exponentials import exponential_remedy
@@ -108,7 +108,7 @@ def update_overflow(evidence: OpEvidence) -> Cause | None:
     return Cause(
         f"the optimizer's update overflows {dtype_name(call.made.dtype)}",
         f"{reaches(call)}" + (f"; the step is multiplied by {factor:g}" if factor else ""),
-        "a lower learning rate" + (f", far below {rounded(lower)}" if factor and lower else ""),
+        "a lower learning rate" + (f", far below {rounded_down(lower)}" if factor and lower else ""),
     )
 
 
