@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 _TORCH = Path(torch.__file__).parent
 _OURS = (f"{Path(__file__).parent.parent}{os.sep}",)
 _LIBRARIES = (*_OURS, f"{_TORCH}{os.sep}")
+_OURS_ALONE = 3  # references: the frame's, that of the variable, and that of the question
 _ENGINE = graph._engine_run_backward.__code__  # noqa: SLF001 - what a backward starts with
 
 
@@ -53,10 +54,20 @@ def modules_calling() -> Iterator[nn.Module]:
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and not is_library(code.co_filename):
-            first = frame.f_locals.get(code.co_varnames[0])
+            first = _local(frame, code.co_varnames[0])
             if isinstance(first, nn.Module):
                 yield first
         frame = frame.f_back
+
+
+def _local(frame: FrameType, name: str) -> object:
+    """A local variable of a function that runs. Keeps no other one alive."""
+    found = frame.f_locals
+    value = found.get(name)
+    # Until Python 3.12 the frame keeps this dict, made for us unless somebody else has it, too.
+    if sys.version_info < (3, 13) and sys.getrefcount(found) <= _OURS_ALONE:
+        found.clear()
+    return value
 
 
 def is_compiler_calling() -> bool:

@@ -163,3 +163,18 @@ def test_a_method_beside_a_forward(scope):
     optimizer.step()
     first = monitor.findings[0]
     assert (first.step, str(first.site), first.how) == (2, "net.0 input[0]", OUTSIDE)
+
+
+def test_looking_for_the_root_changes_no_local_variable():
+    class Counting(Lit):
+        def training_step(self, x):
+            held, extra = locals(), x + 1
+            loss = self.net(x).mean()
+            return loss, extra, sorted(held)
+
+    model = Counting()
+    with nanscan.watch():
+        loss, extra, held = model.training_step(batch())
+    assert torch.equal(extra, batch() + 1)
+    assert loss.isfinite()
+    assert {"self", "x"} <= set(held)
