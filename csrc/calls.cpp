@@ -157,8 +157,8 @@ bool Calls::visit_all(Module& module, const Arguments& arguments, bool outermost
   if (!outermost || table_.last_ticket() == ticket) return true;
   PyObject* args = arguments.tuple();
   PyObject* kwargs = args ? arguments.dict() : nullptr;
-  const bool done = kwargs && succeeded(call(python_hooks_, names_.note_bad_inputs, module.place,
-                                             args, kwargs));
+  const bool done =
+      kwargs && succeeded(call(python_hooks_, names_.note_bad_inputs, module.place, args, kwargs));
   Py_XDECREF(args);
   Py_XDECREF(kwargs);
   return done;

@@ -100,7 +100,7 @@ class Calls : public CallObserver {
     int output_row = -1;
     int recomputed_row = -1;
     std::vector<KnownRows> arguments = {};
-    KnownRows returned = {};  // rows of other places that held its output
+    KnownRows returned = {};            // rows of other places that held its output
     PyObject* hooked_output = nullptr;  // an earlier output, which has our gradient hook
   };
   struct Stack : std::vector<Module*> {

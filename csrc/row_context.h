@@ -45,10 +45,10 @@ struct RowContext {
   std::vector<std::pair<uint32_t, DescriptionPtr>> earlier;
   uint32_t batch = 0;  // the latest scan_many on a device that had this row; 0: a single scan
   uint64_t order = 0;  // position among this step's first visits, from 1; 0: not visited
-  // The parts of dimension 0 in which NaN or +Inf was found in this step, on the CPU: bit i is part i
-  // of 64, or index i of a shorter dimension. So samples of a batch can be told apart.
+  // The parts of dimension 0 in which NaN or +Inf was found in this step, on the CPU: bit i is part
+  // i of 64, or index i of a shorter dimension. So samples of a batch can be told apart.
   uint64_t bad_parts = 0;
-  int64_t parts_of = 0;       // size of that dimension; 0: nothing was found, or sizes differ
+  int64_t parts_of = 0;  // size of that dimension; 0: nothing was found, or sizes differ
   // How many steps in a row, of those that visited it, it was not all 0. What turns 0 after so many
   // is notable: an overflow may have wiped it out.
   static constexpr int kSteadySteps = 3;

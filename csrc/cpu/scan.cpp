@@ -302,7 +302,8 @@ uint64_t nonfinite_parts(const TensorView& view) {
     if (view.user_dims() > 0) {
       slice.data += begin * view.logical.stride[0] * static_cast<int64_t>(item_size(view.dtype));
       slice.logical.size[0] = end - begin;
-      slice.elements = view.elements / static_cast<uint64_t>(size) * static_cast<uint64_t>(end - begin);
+      slice.elements =
+          view.elements / static_cast<uint64_t>(size) * static_cast<uint64_t>(end - begin);
     }
     const Row row = scan(slice, /*moments=*/false);
     if (row.nan || row.posinf || row.neginf) bad |= uint64_t{1} << part;

@@ -44,8 +44,8 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Location | None
     are values out of memory that was never written to, and values that were bad before anything
     ran: those are named as such ("propagated").
 
-    An overflow to Inf that made 0 of finite values, as in the norm of a float16 layer, leaves nothing
-    non-finite; where no fault was found it is returned as "wiped-out". Where a GradScaler skips a
+    An overflow to Inf that made 0 of finite values, as in the norm of a float16 layer, leaves
+    nothing non-finite; where no fault was found it is returned as "wiped-out". Where a GradScaler skips a
     step since its scale makes float16 overflow in backward, that is no fault.
 
     Args:

@@ -108,7 +108,8 @@ def update_overflow(evidence: OpEvidence) -> Cause | None:
     return Cause(
         f"the optimizer's update overflows {dtype_name(call.made.dtype)}",
         f"{reaches(call)}" + (f"; the step is multiplied by {factor:g}" if factor else ""),
-        "a lower learning rate" + (f", far below {rounded_down(lower)}" if factor and lower else ""),
+        "a lower learning rate"
+        + (f", far below {rounded_down(lower)}" if factor and lower else ""),
     )
 
 
