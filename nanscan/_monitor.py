@@ -113,7 +113,7 @@ class Monitor:
 
     def _look(self) -> None:
         """Judges what the step at hand has scanned so far, if something in it is bad."""
-        self._collector.look()
+        self._collector.records.look_at_bad(self._collector.turn)
 
     def history(self, site: Site | str) -> dict[str, npt.NDArray[Any]]:
         """Returns the statistics of one site in the last steps.

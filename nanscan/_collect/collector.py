@@ -390,13 +390,6 @@ class Collector(Listener):
             self.records.look(self.turn)
             self.records.deliver(wait=True)
 
-    def look(self) -> None:
-        """Has what is known to be bad in the unfinished step judged. Never blocks."""
-        with self.records.lock:
-            self.records.deliver()
-            if self.records.has_bad_rows:
-                self.records.look_ahead(self.turn)
-
     def _act(self, decision: Decision) -> None:
         """Does what the tracker decided."""
         if decision.scan_gradients:

@@ -196,6 +196,13 @@ class RecordQueue:
             finally:
                 self.is_ahead = False
 
+    def look_at_bad(self, turn: Turn) -> None:
+        """Has what is known to be bad in the unfinished step judged. Never blocks."""
+        with self.lock:
+            self.deliver()
+            if self.has_bad_rows:
+                self.look_ahead(turn)
+
     def _context(self, turn: Turn) -> dict[str, Any]:
         return {
             "turn": turn,

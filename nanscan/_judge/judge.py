@@ -196,7 +196,7 @@ class Judge:
             for row in rows
             if row not in episode.rows and (is_due or not episode.flaps)
         ]
-        spread = self._spread(record, provenance, episode, group)
+        spread = _spread(record, provenance, episode, group)
         is_forward = any(record.nodes[row].kind.is_forward for row in group)
         is_kept = record.nodes[root].kind is Kind.BUFFER
         shows = is_forward and is_kept and not episode.is_in_forward
@@ -242,33 +242,6 @@ class Judge:
         if node.kind is not Kind.OUTPUT or not isinstance(node.place, ModulePlace):
             return True
         return not any(map(record.was_scanned, node.place.input_sources()))
-
-    def _spread(
-        self, record: StepRecord, provenance: Provenance, episode: Episode, group: Group
-    ) -> list[_Report]:
-        """The first row that is bad in samples in which it was not, if a model made it.
-
-        A second fault shows like that where a first one goes on: in another request of a batch that
-        is served. Steps of a training run have other samples each time.
-        """
-        before = {row: episode.parts.get(row, BadParts()) for row in group}
-        episode.parts |= {
-            row: before[row].then(record.step, *record.bad_parts(row)) for row in group
-        }
-        if any(record.nodes[row].kind.is_scaled for row in record.scanned()):
-            return []  # a training step, whose samples are others each time
-        for row in group:
-            new = before[row].new_in(episode.parts[row])
-            if not new:
-                continue
-            node, sources = record.nodes[row], provenance.sources.get(row, set())
-            is_inner = node.kind is Kind.INPUT and record.around(node.place) is not None
-            if not (node.kind is Kind.OUTPUT or is_inner) or sources & self._lasting.rows.keys():
-                break  # what is worse comes from the caller, or was kept
-            samples = _samples(new, before[row].size)
-            how = f"made here in {samples}, beside what was bad in the step before"
-            return [_Report(episode, row, "new", how=how)]
-        return []
 
     # -- what is no fault --------------------------------------------------------------------------
 
@@ -386,6 +359,32 @@ class _Report:
     news: Literal["", "new", "again"] = ""
     addition: str = ""
     how: str = ""
+
+
+def _spread(
+    record: StepRecord, provenance: Provenance, episode: Episode, group: Group
+) -> list[_Report]:
+    """The first row that is bad in samples in which it was not, if a model made it.
+
+    A second fault shows like that where a first one goes on: in another request of a batch that
+    is served. Steps of a training run have other samples each time.
+    """
+    before = {row: episode.parts.get(row, BadParts()) for row in group}
+    episode.parts |= {row: before[row].then(record.step, *record.bad_parts(row)) for row in group}
+    if any(record.nodes[row].kind.is_scaled for row in record.scanned()):
+        return []  # a training step, whose samples are others each time
+    for row in group:
+        new = before[row].new_in(episode.parts[row])
+        if not new:
+            continue
+        node, sources = record.nodes[row], provenance.sources.get(row, set())
+        is_inner = node.kind is Kind.INPUT and record.around(node.place) is not None
+        if not (node.kind is Kind.OUTPUT or is_inner) or sources & provenance.lasting:
+            break  # what is worse comes from the caller, or was kept
+        samples = _samples(new, before[row].size)
+        how = f"made here in {samples}, beside what was bad in the step before"
+        return [_Report(episode, row, "new", how=how)]
+    return []
 
 
 def _samples(parts: int, size: int) -> str:

@@ -46,6 +46,7 @@ class Provenance:
 
     Attributes:
         bad: as given.
+        lasting: as given.
         quiet: rows that mean nothing by themselves: -Inf alone, as masks hold it, and `unset`.
         sources: of each bad row those that it follows from, empty where it was made.
         roots: of each bad row the one with which it began: itself where it was made.
@@ -69,7 +70,7 @@ class Provenance:
         near_limit: float,
     ) -> None:
         self._record = record
-        self._lasting = set(lasting)
+        self.lasting = set(lasting)
         self._spoiled = spoiled
         self._tolerated = tolerated
         self._emitted = emitted
@@ -272,7 +273,7 @@ class Provenance:
     def _is_over(self, row: int) -> bool:
         if row in self._spoiled or not self.ends(row):
             return False  # a spoiled parameter shows in backward, even if forward was before
-        return row in self._tolerated or row in self._lasting
+        return row in self._tolerated or row in self.lasting
 
     def _all_live(self) -> set[int]:
         """What may be found in any value that comes now: the first is enough."""
@@ -284,7 +285,7 @@ class Provenance:
             return False
         if row in self._tolerated or self._is_additive_mask(row):
             return True
-        if row in self._lasting:
+        if row in self.lasting:
             return False  # a buffer
         if consumer.kind is not Kind.OUTPUT or not isinstance(consumer.place, ModulePlace):
             return False

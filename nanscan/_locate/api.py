@@ -45,8 +45,8 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Location | None
     ran: those are named as such ("propagated").
 
     An overflow to Inf that made 0 of finite values, as in the norm of a float16 layer, leaves
-    nothing non-finite; where no fault was found it is returned as "wiped-out". Where a GradScaler skips a
-    step since its scale makes float16 overflow in backward, that is no fault.
+    nothing non-finite; where no fault was found it is returned as "wiped-out". Where a GradScaler
+    skips a step since its scale makes float16 overflow in backward, that is no fault.
 
     Args:
         fn: code to run, such as one training step.

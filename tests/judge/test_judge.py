@@ -26,7 +26,7 @@ from helpers.models import (
     verdicts,
 )
 from nanscan import Site
-from nanscan._judge import episode
+from nanscan._judge import judge
 from nanscan._judge.step import StepVerdicts
 
 enable = functools.partial(enable, action="log")
@@ -95,7 +95,7 @@ def test_no_sites_are_named_around_a_call_that_is_not_known(scope, monkeypatch):
             record.rows["first_bad_call"] = 0
             super().__init__(record, *arguments)
 
-    monkeypatch.setattr(episode, "StepVerdicts", Judged)
+    monkeypatch.setattr(judge, "StepVerdicts", Judged)
     model = Gap(lambda x: (x - x) / (x - x))
     monitor = enable(scope, model)
     infer(model, batch())

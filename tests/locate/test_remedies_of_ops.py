@@ -594,7 +594,7 @@ COUNTS = [
             F.cross_entropy(x, LABELS[: len(x)], reduction="sum")
             / (LABELS[: len(x)] != -100).sum().clamp(min=1)
         ),
-        "F.cross_entropy(x, y, reduction='sum') / (y != ignore_index).sum().clamp(min=1)",
+        "F.cross_entropy(x, y, ignore_index=i, reduction='sum') / (y != i).sum().clamp(min=1)",
         (BF16, FLOAT),
     ),
     Case(

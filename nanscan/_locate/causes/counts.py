@@ -66,15 +66,18 @@ def all_labels_ignored(evidence: OpEvidence) -> Cause | None:
     if weight is None or weight.min != 0 or weight.max != 0:
         return None
     labels = numel(call.tensors.get("target"))
-    weights, remedy = call.stats("weight"), ""
+    weights = call.stats("weight")
+    remedy = (
+        "skip such a batch: if (labels != ignore_index).any(); or F.cross_entropy(x, y, "
+        "ignore_index=i, reduction='sum') / (y != i).sum().clamp(min=1)"
+    )
     why = f"each is {call.settings.get('ignore_index')}, the ignore_index"
     if weights is not None:
         why += f", or of a class whose weight is 0 (weights are {weights.min:g} to {weights.max:g})"
         remedy = "skip such a batch: if weight[y[y != ignore_index]].sum() > 0"
-    cause = causes.empty_mean(
-        f"the {labels:,} labels have a total weight of 0: {why}", of_labels=True
+    return causes.empty_mean(
+        f"the {labels:,} labels have a total weight of 0: {why}", of_labels=True, remedy=remedy
     )
-    return dataclasses.replace(cause, remedy=remedy) if remedy else cause
 
 
 @rule(functions=("_ctc_loss",))
