@@ -18,6 +18,27 @@ from nanscan._data.site import Kind
 _STEPS = 3  # before, in which it was not all zero
 
 
+class Zeros:
+    """What turned to 0, from one record to the next: each row is reported once."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+        self._norm_overflowed = False  # in the last record
+
+    def new_in(self, record: StepRecord) -> list[tuple[int, str]]:
+        """The first output and the first gradient that turned to 0, each with what shows it."""
+        rows = [row for row in turned_to_zero(record) if row not in self._told]
+        self._told.update(rows)
+        rows.sort(key=lambda row: -int(record.order[row]))
+        first = {record.nodes[row].kind: row for row in rows}  # the first one comes last
+        found = [(row, "it was not in the steps before") for row in first.values()]
+        largest = norm_overflows(record)
+        if largest is not None and not self._norm_overflowed:
+            found.append((largest, "the norm of all gradients overflows: clipping makes them 0"))
+        self._norm_overflowed = largest is not None
+        return found
+
+
 def turned_to_zero(record: StepRecord) -> list[int]:
     """Rows of this step that hold nothing but zeros, and never did in the steps before.
 

@@ -13,12 +13,12 @@ from nanscan._collect.snapshot import StepRecord
 from nanscan._data.finding import Finding
 from nanscan._data.places import ModulePlace
 from nanscan._data.site import Kind, Site
-from nanscan._judge.all_zero import norm_overflows, turned_to_zero
+from nanscan._judge.all_zero import Zeros
 from nanscan._judge.causes import causes, unlikely
 from nanscan._judge.episode import BadParts, Episode, Episodes
 from nanscan._judge.evidence import Evidence
 from nanscan._judge.lasting import Lasting
-from nanscan._judge.near_limit import is_near
+from nanscan._judge.near_limit import NearLimit
 from nanscan._judge.provenance import Provenance
 from nanscan._judge.step import StepVerdicts
 
@@ -67,9 +67,10 @@ class Judge:
         self._lasting = Lasting()
         self._tolerated: set[int] = set()  # rows that were bad in a step and led to nothing
         self._noted: set[int] = set()  # roots of which a note was given
-        self._zeroed: set[int] = set()  # rows reported as all 0
-        self._norm_overflowed = False  # in the last record
-        self._near: set[int] = set()  # rows reported as near the limit, still there
+        self._zeros = Zeros()
+        self._near = NearLimit(near_limit)
+        # Which rows were bad in the last whole record, and whether it was scanned in full.
+        self._before: tuple[frozenset[int], bool] | None = None
         self._latest: set[int] = set()  # rows that were bad in the last whole record
         self._emitted: set[int] = set()  # of these, what outermost modules returned
 
@@ -81,7 +82,9 @@ class Judge:
     @property
     def is_waiting(self) -> bool:
         """Whether a record matters in which nothing is bad: what was may be over, or harmless."""
-        return bool(self._episodes or self._near or self._lasting.unset.keys() - self._tolerated)
+        return bool(
+            self._episodes or self._near.rows or self._lasting.unset.keys() - self._tolerated
+        )
 
     def judge(self, record: StepRecord) -> list[Finding]:
         """What is new in a step, in the order in which it happened; complete findings."""
@@ -89,12 +92,19 @@ class Judge:
         if not (record.notable or self.is_waiting):
             return []  # and so `_latest` is empty
         bad = self._bad(record)
+        near = [row for row in self._near.new_in(record, bad) if not self._ignored(row, record)]
+        if self._goes_on(record, bad) and not near:
+            for episode in self._episodes:
+                episode.note(record.step)
+            self._lasting.update(record, bad)
+            return []
         self._lasting.note_unset(record, bad)
         provenance = self._trace(record, bad)
         step = StepVerdicts(record, self._rank, provenance, self._lasting.rows)
-        news = [step.describe(row, "near-limit") for row in self._newly_near(record, set(bad))]
-        if record.is_whole:
-            news += self._zeros(step, record)
+        news = [step.describe(row, "near-limit") for row in near]
+        for row, how in self._zeros.new_in(record) if record.is_whole else ():
+            if not self._ignored(row, record):
+                news.append(step.describe(row, "all-zero", how))
         faults, notes = self._sort(record, provenance)
         in_faults = {row for group in faults for row in group}
         rows = [row for row in bad if row in in_faults]
@@ -102,7 +112,7 @@ class Judge:
             self._latest = set(rows)
             self._emitted = {row for row in rows if provenance.is_returned(row)}
         if record.skips and rows and all(record.nodes[row].kind.is_scaled for row in rows):
-            news += self._skipped(step, record, rows)
+            news += _skipped(step, record, rows, self._max_skips)
         else:
             news += self._faults(step, record, provenance, faults)
             news += self._notes(step, notes)
@@ -111,6 +121,22 @@ class Judge:
             self._tolerated |= {row for row in self._lasting.unset if provenance.ends(row)}
         news += self._recovered(step, record, set(rows))
         return [_complete(evidence) for evidence in news]
+
+    def _goes_on(self, record: StepRecord, bad: list[int]) -> bool:
+        """Whether a training step is bad just where the last one was, and none of it is told again.
+
+        All parameters of a large model may be: then there is nothing to find out.
+        """
+        before, self._before = self._before, None
+        if not record.is_whole or record.continues or record.skips:
+            return False
+        self._before = frozenset(bad), record.turn.is_full
+        return (
+            before == self._before
+            and any(record.nodes[row].kind.is_scaled for row in bad)
+            and all(each.latest == record.step - 1 for each in self._episodes)
+            and not any(each.is_due(record.step) for each in self._episodes)
+        )
 
     def _trace(self, record: StepRecord, bad: list[int]) -> Provenance:
         return Provenance(
@@ -161,12 +187,13 @@ class Judge:
         for report in told[:_MAX_TOLD]:
             report.episode.tell(record.step)
         found = [self._evidence(step, report) for report in reports]
-        for evidence in found[:1] if len(told) < 2 else [e for e in found if e.finding.news]:  # noqa: PLR2004
+        is_one = len(told) <= 1
+        for evidence in found[:1] if is_one else [each for each in found if each.finding.news]:
             evidence.affected = tuple(
                 other.finding.site
                 for other in found
                 if other is not evidence
-                and (len(told) < 2 or other.finding.episode == evidence.finding.episode)  # noqa: PLR2004
+                and (is_one or other.finding.episode == evidence.finding.episode)
             )
         bad = [row for group in groups for row in group if row not in provenance.quiet]
         absorbed = step.absorbed(bad) if told else None
@@ -254,42 +281,6 @@ class Judge:
                 found.append(step.absorbed(group) or step.describe(group[0], "absorbed"))
         return found
 
-    def _zeros(self, step: StepVerdicts, record: StepRecord) -> list[Evidence]:
-        """Values that turned 0: the first output, and the first gradient; each row once."""
-        rows = [row for row in turned_to_zero(record) if row not in self._zeroed]
-        self._zeroed.update(rows)
-        found = sorted(rows, key=lambda row: int(record.order[row]))
-        first = {record.nodes[row].kind: row for row in reversed(found)}
-        how = "it was not in the steps before"
-        news = [step.describe(row, "all-zero", how) for row in first.values()]
-        largest = norm_overflows(record)
-        if largest is not None and not self._norm_overflowed:
-            how = "the norm of all gradients overflows, so clipping makes them 0"
-            news.append(step.describe(largest, "all-zero", how))
-        self._norm_overflowed = largest is not None
-        return [each for each in news if not self._ignored(each.row, record)]
-
-    def _skipped(self, step: StepVerdicts, record: StepRecord, bad: list[int]) -> list[Evidence]:
-        """A step that a GradScaler skipped."""
-        if record.skips == self._max_skips:
-            evidence = step.describe(
-                bad[0],
-                "persistent-overflow",
-                f"the GradScaler skipped {record.skips} steps in a row, this one at a scale of "
-                f"{record.scale:g}",
-            )
-            evidence.finding = dataclasses.replace(evidence.finding, news="new")
-        elif record.skips == 1:
-            evidence = step.describe(
-                bad[0],
-                "scale-search",
-                f"the GradScaler skipped the step and lowered its scale of {record.scale:g}",
-            )
-        else:
-            return []
-        evidence.affected = tuple(record.nodes[row].site for row in bad[1:])
-        return [evidence]
-
     def _recovered(self, step: StepVerdicts, record: StepRecord, bad: set[int]) -> list[Evidence]:
         """The ends of episodes."""
         if not record.is_whole or record.continues:
@@ -323,19 +314,6 @@ class Judge:
         bad = (row for row, ticket in tickets.items() if ticket and not self._ignored(row, record))
         return sorted(bad, key=tickets.__getitem__)
 
-    def _newly_near(self, record: StepRecord, bad: set[int]) -> list[int]:
-        near = {
-            row
-            for row in record.notable
-            if row not in bad
-            and is_near(record, row, self._near_limit)
-            and not self._ignored(row, record)
-        }
-        new = sorted(near - self._near)
-        unseen = {row for row in self._near if not record.was_scanned(row)}
-        self._near = near | unseen
-        return new
-
     def _ignored(self, row: int, record: StepRecord) -> bool:
         described = record.describe(row)
         dtype = getattr(torch, described[0]) if described else torch.float32
@@ -361,6 +339,30 @@ class _Report:
     how: str = ""
 
 
+def _skipped(
+    step: StepVerdicts, record: StepRecord, bad: list[int], max_skips: int
+) -> list[Evidence]:
+    """A step that a GradScaler skipped."""
+    if record.skips == max_skips:
+        evidence = step.describe(
+            bad[0],
+            "persistent-overflow",
+            f"the GradScaler skipped {record.skips} steps in a row, this one at a scale of "
+            f"{record.scale:g}",
+        )
+        evidence.finding = dataclasses.replace(evidence.finding, news="new")
+    elif record.skips == 1:
+        evidence = step.describe(
+            bad[0],
+            "scale-search",
+            f"the GradScaler skipped the step and lowered its scale of {record.scale:g}",
+        )
+    else:
+        return []
+    evidence.affected = tuple(record.nodes[row].site for row in bad[1:])
+    return [evidence]
+
+
 def _spread(
     record: StepRecord, provenance: Provenance, episode: Episode, group: Group
 ) -> list[_Report]:
@@ -371,7 +373,7 @@ def _spread(
     """
     before = {row: episode.parts.get(row, BadParts()) for row in group}
     episode.parts |= {row: before[row].then(record.step, *record.bad_parts(row)) for row in group}
-    if any(record.nodes[row].kind.is_scaled for row in record.scanned()):
+    if provenance.is_training:
         return []  # a training step, whose samples are others each time
     for row in group:
         new = before[row].new_in(episode.parts[row])

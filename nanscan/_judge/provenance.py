@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 
 import numpy as np
@@ -85,6 +86,7 @@ class Provenance:
         self.unclear: set[int] = set()
         self._first: dict[Kind, int] = {}  # of rows that were made for one reason
         self._known: set[int] = set()
+        self._inside: dict[Place, set[int]] = {}  # of `_known`, by each place around
         self._live: list[int] = []  # what may be found in what comes next, quiet rows aside
         self._live_quiet: set[int] = set()
         self._has_made = False  # something of this record is live that no caller handed in
@@ -97,6 +99,11 @@ class Provenance:
             node = record.nodes[row]
             is_made = node.kind is not Kind.INPUT or record.around(node.place) is not None
             self._has_made |= is_made and bool(self._live) and self._live[-1] == row
+
+    @functools.cached_property
+    def is_training(self) -> bool:
+        """Whether the record has a loss or gradients."""
+        return any(self._record.nodes[row].kind.is_scaled for row in self._record.scanned())
 
     # -- groups of rows with one root --------------------------------------------------------------
 
@@ -244,8 +251,7 @@ class Provenance:
         return bool(((order > 0) & (order < order[row])).any())
 
     def _of_output(self, place: ModulePlace) -> set[int]:
-        nodes, sources = self._record.nodes, place.input_sources()
-        inside = {r for r in self._known if nodes[r].place.is_inside(place)}
+        sources, inside = place.input_sources(), self._inside.get(place, set())
         found = (sources | place.parameter_sources() | inside) & self._known
         return found if found or sources else self._all_live()  # else inputs are not watched
 
@@ -262,6 +268,10 @@ class Provenance:
 
     def _add(self, row: int, *, is_late: bool = False) -> None:
         self._known.add(row)
+        place: Place | None = self._record.nodes[row].place
+        while place is not None:
+            self._inside.setdefault(place, set()).add(row)
+            place = place.parent
         if is_late:
             return  # other things may have gone bad before it
         if row in self.quiet:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nanscan
-from helpers.models import Do, Net, batch, infer, sgd, train
+from helpers.models import SCOPES, Do, Net, batch, enable, infer, sgd, train
 from nanscan import _monitor
 from nanscan._judge.all_zero import norm_overflows, turned_to_zero
 from nanscan._judge.causes import causes
@@ -165,3 +165,22 @@ def test_a_norm_of_gradients_that_overflows(monkeypatch, dtype, top, is_inf):
     assert norms[0].isinf() == is_inf
     assert bool(found) is is_inf
     assert found <= {"fc1.weight grad", "fc2.weight grad"}
+
+
+@SCOPES
+def test_a_layer_that_is_wiped_out_is_reported_once(scope):
+    class Rms(nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    model = nn.Sequential(Rms())
+    monitor = enable(scope, model, action="log")
+    for top in (1.0, 2.0, 3.0, 4.0, 900.0, 900.0):
+        infer(model, torch.full((2, 8), top).half())
+    assert [(f.step, str(f.site), f.verdict) for f in monitor.findings] == [
+        (4, "0 output", "all-zero")
+    ]
+    (finding,) = monitor.findings
+    assert finding.causes[0].title == "squares overflow float16, and division by Inf gives 0"
+    assert not finding.is_fault
+    assert str(finding).startswith("0 output is all zero in step 4 (all-zero: it was not in")

@@ -1,18 +1,19 @@
 """Trains 40 healthy models of transformers and timm for a few steps, and generates: no finding.
 
-Needs `pip install transformers timm`. All models are small, with random weights. Each is watched by
-itself and then globally, in 3 training steps, one evaluation, and a generate loop where it can.
+Those of timm are left out, and said to be, where it is not installed. All models are small, with
+random weights. Each is watched by itself and then globally, in 3 training steps, one evaluation,
+and a generate loop where it can.
 
     python tests/sweeps/healthy_models.py [names]
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
 
-import timm
 import torch
 import transformers
 from torch import nn
@@ -69,6 +70,8 @@ def text_model(name: str, head: str) -> tuple[nn.Module, Callable[[], torch.Tens
 
 def image_model(name: str) -> tuple[nn.Module, Callable[[], torch.Tensor], bool]:
     """A classifier and a function that gives its loss."""
+    import timm
+
     model = timm.create_model(name, num_classes=5)
     size = model.default_cfg["input_size"][-1]
     images, labels = torch.randn(2, 3, size, size), torch.tensor([1, 3])
@@ -115,7 +118,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     makers = {name: (lambda name=name: text_model(name, "CausalLM")) for name in DECODERS}
     makers |= {name: (lambda name=name: text_model(name, "MaskedLM")) for name in MASKED}
-    makers |= {name: (lambda name=name: image_model(name)) for name in IMAGES}
+    if importlib.util.find_spec("timm"):
+        makers |= {name: (lambda name=name: image_model(name)) for name in IMAGES}
+    else:
+        print(f"timm is not installed: {len(IMAGES)} models are left out")
     failed = 0
     for name in sys.argv[1:] or makers:
         for scope in ("model", "global"):
