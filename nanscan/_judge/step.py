@@ -93,9 +93,10 @@ class StepVerdicts:
         if self._record.spoiled:
             return _Conclusion("origin", self._record.spoiled)
         if row in self._provenance.handed_in:
-            return _Conclusion(
-                "propagated", "the caller gave it non-finite values", from_outside=True
-            )
+            # A cache is no batch: what is bad in it may come from an earlier call.
+            memory = ", in memory that the model writes into" if node.is_written else ""
+            how = f"the caller gave it non-finite values{memory}"
+            return _Conclusion("propagated", how, from_outside=not node.is_written)
         if self._provenance.sources.get(row):
             return _Conclusion("propagated", _HOW["propagated"])
         if node.kind in (Kind.INPUT, Kind.LOSS, Kind.PROBE):

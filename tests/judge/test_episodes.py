@@ -242,6 +242,27 @@ def test_a_cache_that_the_model_spoiled_is_no_bad_batch(scope):
 
 
 @SCOPES
+def test_a_cache_that_is_bad_in_what_is_read_is_no_bad_batch(scope):
+    class Caches(nn.Module):
+        def forward(self, x, cache, position):
+            cache[position] = x
+            return cache[: position + 1].sum(0)
+
+    model, cache = Caches(), torch.zeros(8, 4)
+    monitor, told = watch(scope, model)
+    with torch.no_grad():
+        model(torch.ones(4), cache, 0)
+        cache[0, 1] = NAN
+        model(torch.ones(4), cache, 1)
+    assert told == [(1, "Caches input[1]", "propagated")]
+    finding = next(f for f in monitor.findings if f.is_fault)
+    assert (
+        finding.how == "the caller gave it non-finite values, in memory that the model writes into"
+    )
+    assert finding.causes == ()
+
+
+@SCOPES
 def test_room_in_a_cache_is_silent(scope):
     class Caches(nn.Module):
         def forward(self, x, cache, position):
