@@ -88,7 +88,7 @@ def test_no_import_is_hidden():
 
 # Classes that may be longer, and why.
 LONGER = {
-    "Collector": 356,  # one short handler an event of Listener; splitting it would split the events
+    "Collector": 358,  # one short handler an event of Listener; splitting it would split the events
 }
 
 

@@ -69,6 +69,15 @@ class BackwardOrder:
         self._disagree = False  # two graphs order some parameters differently
         self._latest = 0  # sequence number of the last root
         self._began, self._seconds = time.perf_counter(), 0.0
+        self._paused_at = self._began
+
+    def pause(self) -> None:
+        """No backward is told until `resume`: that time does not count."""
+        self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        """Backwards are told again."""
+        self._began += time.perf_counter() - self._paused_at
 
     def rank(self, place: ParameterPlace, parameter: torch.Tensor) -> int | None:
         """Position of a parameter; None: no graph that was read has it."""

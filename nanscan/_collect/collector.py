@@ -124,12 +124,14 @@ class Collector(Listener):
         """Takes no notice of anything until `resume`."""
         self.calls.set_attached(attached=False)
         torch_events.forget(self)
+        self._order.pause()
 
     def resume(self) -> None:
         """Observes again."""
         torch_events.listen(self)
         self.calls.set_attached(attached=True)
         self._step_began = time.perf_counter()  # a pause is no part of a step
+        self._order.resume()
 
     def close(self) -> None:
         """Observes no more; it is paused by then."""
