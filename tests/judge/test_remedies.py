@@ -424,7 +424,7 @@ def half_eps(remedy, kind, wide=False):
 @case("second_moment_overflow", "overflows float32", "clip_grad_value_", dtype="float", top=1e22)
 def squares(remedy, wide=False, dtype="half", top=1e4):
     dtype = torch.float if wide and remedy else getattr(torch, dtype)
-    model = nn.Linear(4, 3, dtype=dtype)
+    model = nn.Linear(4, 3).to(dtype)  # the same values in each dtype
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, eps=1e-4)
     x = torch.full((2, 4), top)
     x[:, 0] = 1e-2
