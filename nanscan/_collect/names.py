@@ -130,11 +130,6 @@ class Registry:
         """Whether backward has gradients to make."""
         return any(parameter.requires_grad for parameter, _ in self.live_parameters())
 
-    @property
-    def parameters_known(self) -> int:
-        """How many parameters that modules still have were named."""
-        return sum(self._known(parameter) is not None for parameter in self._parameters)
-
     def discover(self, module: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
         """Names a module that was called and is not known; None where it is not to be watched.
 

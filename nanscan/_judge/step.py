@@ -33,7 +33,6 @@ class _Conclusion:
     how: str
     between: tuple[Site, Site] | None = None
     from_outside: bool = False
-    from_start: bool = False
     unscanned: tuple[Site, ...] = ()
     given: list[Seen] | None = field(default=None)  # None: what the site was made from
 
@@ -88,8 +87,8 @@ class StepVerdicts:
 
     def _conclude_of_scans(self, row: int) -> _Conclusion:
         node = self._record.nodes[row]
-        if self._record.is_untrained or not self._record.was_scanned(row):
-            return _Conclusion("origin", "it was so before its model first ran", from_start=True)
+        if self._is_from_start(row):
+            return _Conclusion("origin", "it was so before its model first ran")
         if self._record.spoiled:
             return _Conclusion("origin", self._record.spoiled)
         if row in self._provenance.handed_in:
@@ -190,9 +189,13 @@ class StepVerdicts:
             node,
             self._evidence,
             from_outside=conclusion.from_outside,
-            from_start=conclusion.from_start,
+            from_start=self._is_from_start(row),
             inputs_from_outside=outside,
         )
+
+    def _is_from_start(self, row: int) -> bool:
+        """Whether a row is as it was before its model first ran: a buffer may be told later."""
+        return self._record.is_untrained or not self._record.was_scanned(row)
 
     def _result(self, row: int) -> ScanResult:
         scanned = self._record.was_scanned(row)

@@ -6,7 +6,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import nanscan
-from helpers.models import INF, NAN, Do, batch, diagnosed, first_fault, infer, sgd, titles, train
+from helpers.models import (
+    INF,
+    NAN,
+    Do,
+    HandMadeNorm,
+    batch,
+    diagnosed,
+    first_fault,
+    infer,
+    sgd,
+    titles,
+    train,
+)
 
 OVERFLOW = "overflow of float16: values grew beyond 65504"
 BRANCHES = "two branches meet here, and their sum does not fit into float16"
@@ -151,15 +163,6 @@ def test_an_additive_mask_is_not_far_from_unit_scale():
 
 
 # -- layers ----------------------------------------------------------------------------------------
-
-
-class HandMadeNorm(nn.Module):
-    def __init__(self, eps):
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x):
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + self.eps).sqrt()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nanscan
-from helpers.models import INF, NAN, Do, batch, infer, sgd, train
+from helpers.models import INF, NAN, Do, HandMadeNorm, batch, infer, sgd, train
 from nanscan._data.site import DEFAULT_KINDS
 from nanscan._judge.causes import RULES
 
@@ -172,15 +172,6 @@ def pixels(remedy):
 
 
 # -- layers ----------------------------------------------------------------------------------------
-
-
-class HandMadeNorm(nn.Module):
-    def __init__(self, eps):
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x):
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + self.eps).sqrt()
 
 
 @case("zero_variance", "divides by a variance of 0", "eps=1e-5", 1e-4, kind="batch")

@@ -26,7 +26,7 @@ _SETTINGS = {  # of torch's optimizers; in the order in which one is named
 @rule(verdicts=("origin", "near-limit"))
 def uninitialised_parameter(e: Evidence) -> Cause | None:
     """Non-finite or absurd before anything ran."""
-    if not (e.from_start or e.record.is_untrained):
+    if not e.from_start:
         return None
     stats = e.stats
     if stats.is_finite and stats.absmax == torch.finfo(stats.dtype).max:
