@@ -14,13 +14,12 @@ import torch
 
 from nanscan import _C
 from nanscan._collect.names import Registry
-from nanscan._collect.snapshot import Scans
+from nanscan._collect.snapshot import BY_NO_OPTIMIZER, Scans
 from nanscan._collect.table import Table
 from nanscan._data.places import ModulePlace, Node, ParameterPlace
 from nanscan._data.row import ROW, nonfinite
 from nanscan._data.site import Kind
 
-_SPOILED = "changed between two steps, by no optimizer"
 _UNSCANNED = "it went bad in a step after which it was not scanned"
 _AMID = "its optimizer made it so within this step, before it called the closure again"
 _MAX_STEPS = 64  # of optimizers that are remembered
@@ -88,7 +87,7 @@ class ParameterChanges:
             return
         since, self._ticket = self._ticket, self._table.last_ticket
         steps = {place: step for step in self._steps.values() for _, place in step.watched}
-        scans: dict[str, Scans] = {_SPOILED: [], _UNSCANNED: [], _AMID: []}
+        scans: dict[str, Scans] = {BY_NO_OPTIMIZER: [], _UNSCANNED: [], _AMID: []}
         for parameter, place in self._suspects(since):
             step = steps.get(place, _NO_STEP)
             is_amid = step.resets == self._table.resets
@@ -97,7 +96,7 @@ class ParameterChanges:
             row = _C.scan_once(parameter, False)
             if isinstance(row, bytes) and self._is_news(row, place):
                 described = _C.describe(parameter) or ("float32", ())
-                how = _AMID if is_amid else _SPOILED if step.is_scanned else _UNSCANNED
+                how = _AMID if is_amid else BY_NO_OPTIMIZER if step.is_scanned else _UNSCANNED
                 scans[how].append((place.param, row, described))
         yield from ((how, found) for how, found in scans.items() if found)
 

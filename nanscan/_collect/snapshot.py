@@ -21,6 +21,8 @@ from nanscan._data.result import Record, ScanResult
 from nanscan._data.row import Rows
 
 Describe = Callable[[int], tuple[str, tuple[int, ...]] | None]
+# How a parameter went bad that other code than an optimizer has written to.
+BY_NO_OPTIMIZER = "changed between two steps, by no optimizer"
 # A node, its record or what will be it, and the name of dtype and the shape of the tensor.
 Scans = list[tuple[Node, Record | _C.PendingScan, tuple[str, tuple[int, ...]]]]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from nanscan._data.cause import Cause
+from nanscan._data.settings import BadSetting
 from nanscan._data.text import plural
 
 UNMASK = (
@@ -93,4 +96,22 @@ def empty_mean(evidence: str, *, of_labels: bool = False, remedy: str = "") -> C
         )
     return Cause(
         "a mean over nothing, 0 / 0", evidence, "skip it: x.mean() if x.numel() else x.sum()"
+    )
+
+
+def setting_not_finite(setting: BadSetting, made: str) -> Cause:
+    """A learning rate or the like is Inf or NaN.
+
+    Args:
+        setting: it.
+        made: what it made bad.
+    """
+    began, where = setting.began, setting.where
+    so = f"; a scheduler began with {began:g}" if began is not None else ""
+    finite = f"{began:g}" if began is not None and math.isfinite(began) else "a finite value"
+    return Cause(
+        f"{setting.what} is not finite: {setting.optimizer} has {setting.name}={setting.value:g}",
+        f"{where} is {setting.value:g} in the step that made {made} bad{so}",
+        f"optimizer.{where} = {finite}, where it is set: in {setting.optimizer}(...), by a "
+        "scheduler or by hand",
     )

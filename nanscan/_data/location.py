@@ -15,6 +15,7 @@ import torch
 from nanscan._data import report
 from nanscan._data.cause import Cause
 from nanscan._data.result import ScanResult, bad_counts
+from nanscan._data.settings import BadSetting
 from nanscan._data.text import dtype_name, figure
 
 _NEXT = (
@@ -132,6 +133,8 @@ class Location:
         reached: what the values got to, where `at` made nothing that is a fault by itself: "the
             loss", "what it returned", ...
         recomputed: it ran again inside backward, for a checkpoint.
+        bad_settings: where `at` ran in an optimizer step: settings of the optimizer that are not
+            finite.
         step: number of the step, from 0; of those that ended while it was searched.
         causes: likely causes, best first; empty when no evidence points to one.
         unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
@@ -153,6 +156,7 @@ class Location:
     consequence_forward: Op | None = None
     reached: str = ""
     recomputed: bool = False
+    bad_settings: tuple[BadSetting, ...] = field(default=(), repr=False)
     step: int = 0
     causes: tuple[Cause, ...] = ()
     unlikely: tuple[str, ...] = ()

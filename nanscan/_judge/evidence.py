@@ -14,6 +14,7 @@ from nanscan._data.finding import Finding, Seen
 from nanscan._data.places import ModulePlace, Node, ParameterPlace
 from nanscan._data.result import ScanResult
 from nanscan._data.row import Floats, absmax, nonfinite
+from nanscan._data.settings import numbers
 from nanscan._data.site import Kind, Site
 from nanscan._data.text import number
 from nanscan._judge.trend import Trend
@@ -348,23 +349,8 @@ class Evidence:
 
         Synchronization: none.
         """
-        values = self.options(name)
+        values = [] if self.optimizer is None else numbers(self.optimizer.options.get(name))
         return values[0] if len(values) == 1 else None
-
-    def options(self, name: str) -> list[float]:
-        """The same for an option that may hold several numbers, such as betas."""
-        value = self.optimizer.options.get(name) if self.optimizer is not None else None
-        values = value if isinstance(value, (tuple, list)) else [value]
-        return [
-            float(number)
-            for number in values
-            if isinstance(number, (int, float))
-            or (isinstance(number, torch.Tensor) and _is_number_on_host(number))
-        ]
-
-
-def _is_number_on_host(x: torch.Tensor) -> bool:
-    return x.numel() == 1 and x.device.type == "cpu" and not x.dtype.is_complex
 
 
 def is_mask(low: float | None, high: float | None) -> bool:

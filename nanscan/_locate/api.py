@@ -40,9 +40,10 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Location | None
 
     What other ops absorb is no fault: NaN that torch.where or nan_to_num replaces, and that no
     backward brings back; `locating` has the first of these as `absorbed`. -Inf alone is taken for a
-    mask until it turns into NaN, or reaches a loss, a gradient, a parameter or what is returned. So
-    are values out of memory that was never written to, and values that were bad before anything
-    ran: those are named as such ("propagated").
+    mask until it turns into NaN, or reaches a loss, a gradient, a parameter or what `fn` returns.
+    What modules return on the way may hold it, such as suppressed logits. Values out of memory that
+    was never written to, and values that were bad before anything ran ("propagated"), are a fault
+    likewise only where they lead somewhere.
 
     An overflow to Inf that made 0 of finite values, as in the norm of a float16 layer, leaves
     nothing non-finite; where no fault was found it is returned as "wiped-out". Where a GradScaler

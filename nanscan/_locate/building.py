@@ -11,6 +11,7 @@ import torch
 from nanscan._data.location import Direction, Location, Op, Operand, Verdict
 from nanscan._data.places import ModulePlace
 from nanscan._data.result import ScanResult
+from nanscan._data.settings import BadSetting
 from nanscan._locate.causes import causes, refuted
 from nanscan._locate.taint import Source, Taint
 from nanscan._locate.tensor_names import Named, TensorNames
@@ -49,10 +50,12 @@ class LocationBuilder:
 
     Attributes:
         module_types: class names of the modules that ran.
+        bad_settings: of the optimizer that stepped last, settings that are not finite.
     """
 
     def __init__(self, names: TensorNames, trace: OpTrace) -> None:
         self.module_types: dict[ModulePlace, str] = {}
+        self.bad_settings: tuple[BadSetting, ...] = ()
         self._names = names
         self._trace = trace
 
@@ -91,6 +94,7 @@ class LocationBuilder:
             consequence_forward=None if after_forward is None else self.op(after_forward),
             reached=taint.reached,
             recomputed=event.recomputed,
+            bad_settings=self.bad_settings if event.in_optimizer else (),
             step=event.step,
         )
         return dataclasses.replace(

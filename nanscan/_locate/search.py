@@ -23,6 +23,7 @@ from nanscan._collect.names import Registry
 from nanscan._data.frames import user_frame
 from nanscan._data.location import Location, Verdict
 from nanscan._data.places import ModulePlace
+from nanscan._data.settings import bad_settings
 from nanscan._locate.building import LocationBuilder
 from nanscan._locate.dispatch_stack import StackedTrace
 from nanscan._locate.scale_search import is_scale_search
@@ -79,7 +80,7 @@ class Locating(Listener):
         self._events: list[Event] = []  # of this step
         # On a device scans take time. Until they are done, ops and values that count wait here, in
         # their order.
-        self._waiting: deque[Event | tuple[list[Value | None], str]] = deque()
+        self._waiting: deque[Event | tuple[list[Value | None], str, bool]] = deque()
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; they may get gradients
         self._is_after_backward = False
         self._calls_of: Counter[ModulePlace] = Counter()  # calls of each module in this step
@@ -154,7 +155,8 @@ class Locating(Listener):
             if isinstance(item, Event):
                 self._judge(item, None)
             else:
-                self._taints.mark_reached(*item)
+                values, what, may_be_masks = item
+                self._taints.mark_reached(values, what, may_be_masks=may_be_masks)
 
     def _found(self, taint: Taint, verdict: Verdict | None) -> None:
         if self.location is None:
@@ -202,14 +204,13 @@ class Locating(Listener):
                 name = self._names.name_of(tensor) or "a parameter"
                 self._taints.mark_reached([value], name)
 
-    def _reached(self, x: Any, what: str) -> None:
+    def _reached(self, x: Any, what: str, *, may_be_masks: bool = False) -> None:
         """Notes tensors that count, such as a loss: non-finite values in them are a fault."""
         tensors = [t for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor)]
-        item: tuple[list[Value | None], str] = ([self._trace.read(t) for t in tensors], what)
-        if self._waiting:
-            self._waiting.append(item)
-        else:
-            self._taints.mark_reached(*item)
+        is_first = not self._waiting
+        self._waiting.append(([self._trace.read(t) for t in tensors], what, may_be_masks))
+        if is_first:
+            self._judge_waiting()
 
     def _gradients_reached(self) -> None:
         """Notes the gradients of leaves."""
@@ -258,7 +259,9 @@ class Locating(Listener):
         if modules and self._stack.is_here:
             _, recomputed, _ = modules.pop()
             if not modules and not recomputed:
-                self._reached(output, "what the model returned")
+                # Of a finding, it is known that the values are no mask.
+                masks = not self._is_follow_up
+                self._reached(output, "what the model returned", may_be_masks=masks)
                 if not torch.is_grad_enabled():
                     self.settle()
 
@@ -299,6 +302,10 @@ class Locating(Listener):
         frame = user_frame(sys._getframe(1))  # noqa: SLF001 - where inspect is too slow
         closure = getattr(kwargs.get("closure", args[-1] if args else None), "__code__", None)
         self._trace.thread.optimizer = None if frame is None else frame.f_code, closure
+        kind, groups = type(optimizer).__name__, enumerate(optimizer.param_groups)
+        self._builder.bad_settings = tuple(
+            setting for i, group in groups for setting in bad_settings(kind, i, group)
+        )
 
     def on_after_optimizer_step(
         self,

@@ -6,7 +6,7 @@ value gets the same taint. A taint becomes a fault in one of two ways:
 - NaN or +Inf out of finite values is a fault, unless other ops absorb it: they take all of these
   values and return finite ones, as torch.where does.
 - Other taints may be meant, such as the -Inf of a mask. They are a fault only where they lead to
-  NaN, or reach a value that counts: a loss, a gradient, a parameter, what the code returns.
+  NaN, or reach a value that counts: a loss, a gradient, a parameter, what the searched code returns.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from nanscan._scan.dispatch import scan_anywhere
 _COUNTS = struct.Struct("<3Q")
 _RECENT = 8  # an op adds at most so many taints
 _PRODUCTS = ("aten.mul.Tensor", "aten.bmm.default", "aten.mm.default", "aten.addmm.default")
+# Their -Inf is an overflow. What adds a mask, such as baddbmm, is not among them.
+_WEIGHTED_SUMS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.mv.default")
+_WEIGHTED_SUMS += ("aten.convolution.default", "aten.linear.default", "aten.mkldnn_linear.default")
 _MAX_NUMBERS = 1024  # integers of an operand that are kept
 
 # Where non-finite values come from.
 # made: NaN or +Inf out of finite values.
-# negative-inf: only -Inf, out of finite values. It may become a mask.
+# negative-inf: only -Inf, out of finite values, and of no matrix product. It may become a mask.
 # mask: Inf that the code wrote as a number, or only -Inf that was there before the search.
 # uninitialised: memory that nothing has written to.
 # outside: they were there before the search.
@@ -152,12 +155,16 @@ class TaintTracker:
                 taint.source = "outside"
         return bad
 
-    def mark_reached(self, values: Iterable[Value | None], what: str) -> None:
+    def mark_reached(
+        self, values: Iterable[Value | None], what: str, *, may_be_masks: bool = False
+    ) -> None:
         """Notes values that count. Where they are not finite and no mask, they are a fault.
 
         Args:
             values: the values.
             what: what holds them, such as "the loss".
+            may_be_masks: -Inf that ops made may be meant, as in what a model returns: suppressed
+                logits, the log of a probability of 0.
         """
         for value in values:
             if value is None or not value.is_bad:
@@ -166,6 +173,8 @@ class TaintTracker:
                 value.taint = self._taint_of_memory_or_view(value)
             taint: Taint | None = value.taint
             if taint is None or taint.source == "mask" or taint.is_forgiven:
+                continue
+            if may_be_masks and taint.source == "negative-inf" and not any(_counts(value)[:2]):
                 continue
             if not taint.is_fault:
                 taint.is_fault, taint.reached = True, what
@@ -233,6 +242,7 @@ class TaintTracker:
                 return self._add("negative-inf" if has_nan else "mask", event)
             has_posinf = any(_counts(value)[1] for value in bad)
             is_made = has_nan or (has_posinf and not event.settings.get("zero_infinity"))
+            is_made |= event.info.name in _WEIGHTED_SUMS
             return self._add("made" if is_made else "negative-inf", event)
         taint = _first_by_precedence(taken)
         if taint.source == "uninitialised" and not event.info.is_view:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+from nanscan._collect.snapshot import BY_NO_OPTIMIZER
 from nanscan._data.cause import Cause
 from nanscan._data.rules import Rule, answers
 from nanscan._judge.causes.forward import (
@@ -89,9 +90,11 @@ SUSPICIONS: tuple[Rule[Evidence, str], ...] = (not_this_gradient, not_exploding)
 
 def causes(e: Evidence) -> list[Cause]:
     """Up to three likely causes, best first. What was handed on has its cause where it began."""
-    if e.record.spoiled:
+    if e.record.spoiled == BY_NO_OPTIMIZER:
         return []  # no scan explains what other code did to a parameter
     rules = RULES[:1] if e.from_start else RULES  # nothing else has happened yet
+    if e.record.spoiled:
+        rules = (setting_not_finite,)  # scans are of before or after that step of the optimizer
     return [*itertools.islice(answers(rules, e), _MAX_CAUSES)]
 
 

@@ -9,6 +9,7 @@ import torch
 from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import rounds_to_zero, smallest
+from nanscan._data.settings import bad_settings
 from nanscan._data.site import Kind
 from nanscan._data.text import dtype_name, largest, number, rounded_down, share
 from nanscan._judge.causes.gradients import overflow_in_backward
@@ -16,11 +17,6 @@ from nanscan._judge.evidence import Evidence
 from nanscan._judge.rule import rule
 
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # of Adam, RMSprop, Adagrad, ...
-_SETTINGS = {  # of torch's optimizers; in the order in which one is named
-    "lr": "the learning rate",
-    "weight_decay": "the weight decay",
-    **{name: name for name in ("momentum", "dampening", "eps", "betas", "alpha", "rho")},
-}
 
 
 @rule(verdicts=("origin", "near-limit"))
@@ -56,22 +52,11 @@ def uninitialised_parameter(e: Evidence) -> Cause | None:
 @rule(kinds=lambda kind: kind in (Kind.PARAM, Kind.STATE))
 def setting_not_finite(e: Evidence) -> Cause | None:
     """A learning rate or the like that is Inf or NaN makes parameters so, whatever the gradient."""
-    optimizer = e.optimizer
-    bad = [(name, v) for name in _SETTINGS for v in e.options(name) if not math.isfinite(v)]
-    if optimizer is None or not bad:
+    facts = e.optimizer
+    if facts is None:
         return None
-    name, value = bad[0]
-    group = "..." if optimizer.group is None else optimizer.group
-    where = f"param_groups[{group}][{name!r}]"
-    began = e.option(f"initial_{name}")  # which a scheduler notes
-    so = f"; a scheduler began with {began:g}" if began is not None else ""
-    finite = f"{began:g}" if began is not None and math.isfinite(began) else "a finite value"
-    return Cause(
-        f"{_SETTINGS[name]} is not finite: {optimizer.name} has {name}={value:g}",
-        f"{where} is {value:g} in the step that made {e.finding.site} bad{so}",
-        f"optimizer.{where} = {finite}, where it is set: in {optimizer.name}(...), by a scheduler "
-        "or by hand",
-    )
+    bad = next(bad_settings(facts.name, facts.group, facts.options), None)
+    return None if bad is None else causes.setting_not_finite(bad, str(e.finding.site))
 
 
 @rule(kinds=lambda kind: kind is Kind.PARAM)

@@ -29,6 +29,8 @@ def bad_before_the_search(evidence: OpEvidence) -> Cause | None:
             f"{held}; it is {_ARTICLES.get(bad.kind, 'known by that name')}",
             _before_remedy(bad),
         )
+    if location.direction == "optimizer":
+        return None  # an optimizer reads no data
     return Cause(
         "the data was bad before anything ran",
         held,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
+
 from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.location import Operand
-from nanscan._data.text import plural
+from nanscan._data.text import number, plural
 from nanscan._locate.causes.bounds import PRODUCTS
 from nanscan._locate.causes.evidence import OpEvidence, rule
-from nanscan._locate.causes.op_call import is_bad
+from nanscan._locate.causes.op_call import absmax, is_bad
 from nanscan._locate.causes.singularities import zeros
 from nanscan._locate.causes.wording import bad_of, named
 
@@ -21,6 +23,10 @@ _LOGITS = (
     "of logits: no choice is left in such a row, so leave one, such as the end of the sequence, or "
     "end it"
 )
+# Layers in one op, their attention included.
+_LAYERS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_MASKS = ("attn_mask", "attn_bias", "mask")
+_NEVER_OVERFLOWS = 1e6  # what a layer computes in float32 of values up to this stays below 1e38
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 
 
@@ -73,22 +79,28 @@ def masked_row_by_hand(evidence: OpEvidence) -> Cause | None:
     )
 
 
-@rule(functions=("*scaled_dot_product*",), of_forward=True)
+@rule(functions=("*scaled_dot_product*", *_LAYERS), of_forward=True)
 def masked_query(evidence: OpEvidence) -> Cause | None:
-    """An attention kernel has rows of NaN, and its mask has enough -Inf to mask them."""
+    """An attention kernel has rows of NaN, its mask can do that, and no score has overflowed."""
     call = evidence.forward_call
-    mask = call.tensors.get("attn_mask") or call.tensors.get("attn_bias")
+    mask = next((call.tensors[name] for name in _MASKS if name in call.tensors), None)
     made = call.results[0] if call.results else None
-    if mask is None or mask.stats is None:
+    if mask is None or mask.stats is None or mask.stats.nan_count or mask.stats.posinf_count:
         return None
     if made is None or made.stats is None or not made.stats.nan_count:
+        return None
+    others = [operand for operand in call.tensors.values() if operand is not mask]
+    most = max(map(absmax, others), default=0.0)
+    computes_in_half = call.function in _LAYERS and made.dtype == torch.float16
+    if any(map(is_bad, others)) or most > _NEVER_OVERFLOWS or computes_in_half:
         return None
     keys, width = mask.shape[-1], made.shape[-1]
     rows, rest = divmod(made.stats.nan_count, width)
     if rest or mask.stats.neginf_count < keys:
         return None
     return causes.masked_rows(
-        f"{named(mask)} holds {mask.stats.neginf_count:,} -Inf, {keys} mask a row; the result has "
+        f"{named(mask)} holds {mask.stats.neginf_count:,} -Inf, {keys} mask a row; all else that "
+        f"went in is at most {number(most)}, so no score overflows; the result has "
         f"{plural(rows, 'whole row')} of {width} NaN",
         rows,
         "an attention",
@@ -96,7 +108,7 @@ def masked_query(evidence: OpEvidence) -> Cause | None:
     )
 
 
-@rule(functions=("mul",))
+@rule(directions=("forward", "backward"), functions=("mul",))
 def zero_times_inf(evidence: OpEvidence) -> Cause | None:
     """A mask written as (1 - mask) * -inf: where the mask is 1, this is 0 * -inf = NaN."""
     call = evidence.call

@@ -25,18 +25,23 @@ _FAR_APART = 8.0  # ratio of the largest values of two branches
 # Optimizers -------------------------------------------------------------------------------------
 
 
-@rule(directions=("optimizer",))
+@rule(verdicts=("origin", "propagated"), directions=("optimizer",))
 def nonfinite_setting(evidence: OpEvidence) -> Cause | None:
-    """A number that an optimizer was set to is not finite, such as the learning rate."""
-    settings = {k: x for k, x in evidence.call.settings.items() if isinstance(x, float)}
-    bad = next(((k, x) for k, x in settings.items() if not math.isfinite(x)), None)
-    if bad is None:
+    """A number that an optimizer computes with is not finite, such as the learning rate."""
+    location = evidence.location
+    given = {k: x for k, x in evidence.call.settings.items() if isinstance(x, float)}
+    bad = next((f"{k}={x:g}" for k, x in given.items() if not math.isfinite(x)), "")
+    is_unknown = any(is_bad(o) and not o.what for o in location.operands)  # a rate as a tensor
+    if not bad and not is_unknown:
         return None
-    name = "the learning rate" if bad[0] == "lr" else "the learning rate, or another setting,"
+    if location.bad_settings:
+        return causes.setting_not_finite(location.bad_settings[0], f"the result of {location.op}")
+    if not bad:
+        return None
     return Cause(
-        f"{name} of the optimizer is {bad[1]:g}",
-        f"{evidence.location.op} was given {bad[0]}={bad[1]:g}",
-        "mend it where it is set: the optimizer's param_groups, or the scheduler that changes them",
+        "the optimizer computed with a number that is not finite",
+        f"{location.op} was given {bad}",
+        "",
     )
 
 
