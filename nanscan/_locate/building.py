@@ -170,9 +170,7 @@ class LocationBuilder:
     def _operand(self, name: str, value: Value, depth: int, *, is_result: bool = False) -> Operand:
         named, made_by, maker = Named(), "", None
         if depth == 0:
-            named = self._names.named(value.ref())
-            if not named.name and value.base is not None:
-                named = self._names.named(value.base.ref())
+            named = value.named or self._names.named_of(value)
         if not is_result and value.maker is not None:
             made_by = _op_and_line(value.maker)
             is_told = value.maker.results and len(value.maker.operands) <= _MAX_WIDTH

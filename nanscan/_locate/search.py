@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MAX_EVENTS = 20_000  # ops of one step that are kept before they are judged
+_MAX_NAMED = 8  # values that came from outside, and whose names are kept
 _MAX_FORWARD = 100_000  # forward ops that are kept for their backward
 
 # Searches that are under way. While there is one, torch.compile runs functions eagerly.
@@ -199,10 +200,19 @@ class Locating(Listener):
 
     def _judge(self, event: Event, operands: list[torch.Tensor] | None) -> None:
         for value in self._taints.judge(event, operands):
+            if value.taint.event is event and value.taint.source == "outside":
+                self._keep_names(event)
             tensor = value.ref()
             if tensor is not None and tensor.is_leaf and tensor.requires_grad:
                 name = self._names.name_of(tensor) or "a parameter"
                 self._taints.mark_reached([value], name)
+
+    def _keep_names(self, event: Event) -> None:
+        """Names what an op read while it is there: the code may drop its model before the end."""
+        if len(self._taints.all) <= _MAX_NAMED:
+            for _, value in event.operands:
+                if value.is_bad and (named := self._names.named_of(value)).name:
+                    value.named = named
 
     def _reached(self, x: Any, what: str, *, may_be_masks: bool = False) -> None:
         """Notes tensors that count, such as a loss: non-finite values in them are a fault."""

@@ -6,7 +6,7 @@ value gets the same taint. A taint becomes a fault in one of two ways:
 - NaN or +Inf out of finite values is a fault, unless other ops absorb it: they take all of these
   values and return finite ones, as torch.where does.
 - Other taints may be meant, such as the -Inf of a mask. They are a fault only where they lead to
-  NaN, or reach a value that counts: a loss, a gradient, a parameter, what the searched code returns.
+  NaN, or reach a value that counts: a loss, a gradient, a parameter, what the code returns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _COUNTS = struct.Struct("<3Q")
 _RECENT = 8  # an op adds at most so many taints
 _PRODUCTS = ("aten.mul.Tensor", "aten.bmm.default", "aten.mm.default", "aten.addmm.default")
 # Their -Inf is an overflow. What adds a mask, such as baddbmm, is not among them.
-_WEIGHTED_SUMS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.mv.default")
+_WEIGHTED_SUMS: tuple[str, ...] = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.mv.default",
+)
 _WEIGHTED_SUMS += ("aten.convolution.default", "aten.linear.default", "aten.mkldnn_linear.default")
 _MAX_NUMBERS = 1024  # integers of an operand that are kept
 

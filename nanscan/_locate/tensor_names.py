@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from nanscan._collect.names import Registry
+from nanscan._locate.values import Value
 
 _MAX_DEPTH = 3  # of containers in attributes of modules
 _MAX_ITEMS = 256  # of one container
@@ -61,6 +62,13 @@ class TensorNames:
             if buffer is tensor:
                 return Named(buffer_place.name, "buffer")
         return self._attribute(tensor)
+
+    def named_of(self, value: Value) -> Named:
+        """What the tensor of a value is, or that of which it is a view."""
+        named = self.named(value.ref())
+        if not named.name and value.base is not None:
+            return self.named(value.base.ref())
+        return named
 
     def _attribute(self, tensor: torch.Tensor) -> Named:
         """A tensor that a module holds by itself or in a container, such as a KV cache."""

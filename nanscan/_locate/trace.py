@@ -206,7 +206,9 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         continue
                 value = self.value(tensor)
                 if value is None or value.is_unread:
-                    if argument in info.fills and value is not None:
+                    # The version of an inference tensor is not known: no write to it has been seen.
+                    known = value or self._latest(tensor)
+                    if argument in info.fills and known is not None and known.is_unread:
                         continue
                     if value is None or not info.is_view:
                         value = self.read(tensor)

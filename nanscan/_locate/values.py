@@ -48,6 +48,7 @@ class Value:
         has_own_version: the tensor may be the `.data` of another one, or a view of that. A write to
             it does not change the version count of the other tensor.
         is_consumed: an op took it and returned floating-point values.
+        named: what the tensor is called, where that was asked for while it was there.
         is_rewritten: it was written through another view, or by code that is not seen.
     """
 
@@ -58,6 +59,7 @@ class Value:
     taint: Any = None
     base: Value | None = None
     bad_view: Value | None = None
+    named: Any = None
     has_own_version = False
     is_rewritten = False
     is_consumed = False

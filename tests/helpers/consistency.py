@@ -1,6 +1,13 @@
 """What a report must not say: two things that exclude each other."""
 
+import itertools
 import re
+
+import pytest
+
+from nanscan._data.result import bad_counts
+from nanscan._data.text import dtype_name, number
+from nanscan._locate.building import LocationBuilder
 
 # What an "unlikely" line denies, and what a cause must then not say.
 _DENIED = {
@@ -69,3 +76,106 @@ def _is_bad(line: str, kind: str) -> bool:
 
 def _made(line: str) -> bool:
     return bool(_NO_MASK.search(line)) and " output" in line
+
+
+# Locations ----------------------------------------------------------------------------------------
+
+# Of titles: what only a verdict, a direction or an op allows.
+_OF_BEFORE = r"was bad before|a weight of 0 does not hide|is not finite: |not finite$"
+_IN_BACKWARD = r"derivative|in the backward|does not stop 0 \* Inf"
+# Of remedies of two causes: one does what the other warns of, or undoes.
+_EXCLUDE = (
+    (r"a clamp would hide", r"\.clamp\("),
+    (r"keep .* in float32|leave it in float32", r"float64|\.half\(\)"),
+    (r"in the place of -inf", r"float\('-inf'\)\)"),
+    (r"a lower learning rate", r"param_groups"),
+)
+
+
+def contradictions_of(location) -> list[str]:
+    """Sentences of a location that its numbers, its verdict or each other exclude."""
+    found = contradictions(str(location))
+    found += _against_the_verdict(location)
+    found += _against_numbers(location)
+    titles = [cause.title for cause in location.causes]
+    found += [f"twice: {title}" for title in titles if titles.count(title) > 1]
+    for a, b in itertools.permutations(location.causes, 2):
+        for one, other in _EXCLUDE:
+            if re.search(one, a.remedy) and re.search(other, b.remedy):
+                found.append(f"remedies: {a.remedy} | {b.remedy}")
+    return found
+
+
+def _against_the_verdict(location) -> list[str]:
+    found, hides = [], location.hidden_by is not None
+    results = [r for r in location.at.results if r.stats is not None]
+    if location.verdict != "propagated" and results and all(r.stats.is_finite for r in results):
+        found.append("what it made is finite")
+    if location.verdict == "propagated" and all(
+        o.stats is None or o.stats.is_finite for o in location.operands
+    ):
+        found.append("what it read is finite")
+    for cause in location.causes:
+        title, text = cause.title, f"{cause.title}: {cause.evidence}"
+        if (location.verdict == "propagated") is not bool(re.search(_OF_BEFORE, title)) and (
+            location.verdict == "propagated" or "was bad before" in title
+        ):
+            found.append(f"{location.verdict} | {title}")
+        if "optimizer" in title and location.direction != "optimizer":
+            found.append(f"{location.direction} | {title}")
+        if re.search(_IN_BACKWARD, title) and location.direction != "backward" and not hides:
+            found.append(f"{location.direction} | {title}")
+        if "hides that" in title and not (hides and location.verdict == "origin"):
+            found.append(f"nothing hides it | {title}")
+        if "no score overflows" in text and any("overflows" in c.title for c in location.causes):
+            found.append(f"{text} | another cause is an overflow")
+        if "are finite" in text and any(
+            o.stats is not None and not o.stats.is_finite for o in location.operands
+        ):
+            found.append(f"{text} | it took non-finite values")
+        named = re.search(r"overflows (float\w+|bfloat16|complex\w+)", title)
+        if named and named[1] not in {dtype_name(r.dtype) for r in location.at.results}:
+            found.append(f"{title} | it made {location.at.results[0].dtype}")
+    return found
+
+
+def _against_numbers(location) -> list[str]:
+    """Numbers in sentences that no tensor of the location has."""
+    ops = (location.at, location.forward, location.consequence, location.hidden_by)
+    tensors = [t for op in ops if op is not None for t in (*op.operands, *op.results)]
+    tensors += [o.maker.operands[0] for o in tensors if o.maker is not None and o.maker.operands]
+    scans = [t.stats for t in tensors if t.stats is not None]
+    counts = {f"{bad_counts(s)} of {s.numel:,}" for s in scans}
+    zeros = {f"{s.zero_count:,} of {s.numel:,}" for t in tensors if t.has_moments for s in [t.stats]}
+    tops: dict[str, set[str]] = {}
+    for tensor in tensors:
+        name = tensor.name.partition("[")[0]
+        for stats in (tensor.stats, tensor.integers):
+            values = () if stats is None else (stats.absmax, stats.max, stats.min)
+            tops.setdefault(name, set()).update(number(v) for v in values if v is not None)
+    found = []
+    for text in (*(cause.evidence for cause in location.causes), *location.unlikely):
+        said = re.findall(r"(?:\d[\d,]* (?:NaN|\+Inf|-Inf)(?:, )?)+ of \d[\d,]*", text)
+        found += [f"no tensor has {each} | {text}" for each in said if each not in counts]
+        said = re.findall(r"(\d[\d,]*) exact zeros? (of \d[\d,]*)", text)
+        found += [f"no tensor has {a} zeros {b}" for a, b in said if f"{a} {b}" not in zeros]
+        for name, top in re.findall(r"(\w+)(?: \([^)]*\))? reaches (-?[\d.,]+(?:e[+-]\d+)?)", text):
+            top = top.rstrip(",.")
+            if name in tops and top not in tops[name]:
+                found.append(f"{name} reaches no {top}, but {sorted(tops[name])} | {text}")
+    return found
+
+
+@pytest.fixture
+def consistent_locations(monkeypatch):
+    """Every location that a test makes is looked through for contradictions."""
+    made = []
+    build = LocationBuilder.build
+
+    def kept(self, *args, **kwargs):
+        made.append(build(self, *args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(LocationBuilder, "build", kept)
+    yield
+    assert [found for location in made for found in contradictions_of(location)] == []

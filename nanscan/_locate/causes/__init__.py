@@ -9,7 +9,11 @@ from __future__ import annotations
 from nanscan._data.cause import Cause
 from nanscan._data.location import Location
 from nanscan._data.rules import Rule, answers
-from nanscan._locate.causes.before import bad_before_the_search, uninitialised_memory
+from nanscan._locate.causes.before import (
+    bad_before_the_search,
+    nonfinite_number,
+    uninitialised_memory,
+)
 from nanscan._locate.causes.counts import (
     all_labels_ignored,
     ctc_target_too_long,
@@ -57,7 +61,7 @@ from nanscan._locate.causes.undefined import (
 
 # Best first. The rules of a group are about the same thing: the first answer of a group counts.
 _RULES: tuple[tuple[Rule[OpEvidence, Cause], ...], ...] = (
-    (nan_behind_a_mask, bad_before_the_search),
+    (nan_behind_a_mask, bad_before_the_search, nonfinite_number),
     (uninitialised_memory,),
     (fully_masked_rows, masked_row_by_hand, masked_query, zero_times_inf),
     (variance_of_too_few, mean_of_nothing, all_labels_ignored, ctc_target_too_long),

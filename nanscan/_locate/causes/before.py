@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from nanscan._data.cause import Cause
 from nanscan._data.location import Operand
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.op_call import OpCall, call_of, is_bad
-from nanscan._locate.causes.wording import bad_of, named
+from nanscan._locate.causes.wording import bad_of, made_counts, named
 
 
 @rule(verdicts=("propagated",))
@@ -31,6 +33,8 @@ def bad_before_the_search(evidence: OpEvidence) -> Cause | None:
         )
     if location.direction == "optimizer":
         return None  # an optimizer reads no data
+    if not bad.shape:
+        return Cause("a number that the code computes with was bad before", held, "")
     return Cause(
         "the data was bad before anything ran",
         held,
@@ -52,6 +56,28 @@ def _before_remedy(bad: Operand) -> str:
     if bad.kind == "parameter":
         text += ". If it was never initialised, call reset_parameters() after to_empty()"
     return text
+
+
+@rule(directions=("forward", "backward"), verdicts=("origin",))
+def nonfinite_number(evidence: OpEvidence) -> Cause | None:
+    """An op was given a number that is NaN, or a layer a setting that is Inf."""
+    call = evidence.call
+    numbers = {k: x for k, x in call.settings.items() if isinstance(x, float)}
+    bad = [
+        f"{k}={x:g}"
+        for k, x in numbers.items()
+        if math.isnan(x) or (math.isinf(x) and k in _FINITE_SETTINGS)
+    ]
+    if not bad or any(map(is_bad, call.tensors.values())):
+        return None
+    return Cause(
+        f"{call.function} was given {bad[0]}",
+        f"the tensors that it took are finite; {made_counts(call)}",
+        "",
+    )
+
+
+_FINITE_SETTINGS = ("eps", "momentum")
 
 
 @rule(functions=("empty*", "new_empty*", "resize*", "set*"))

@@ -71,7 +71,7 @@ class OpCall:
     def smallest(self, name: str) -> float | None:
         """A lower bound of an argument's magnitude; None where it may be 0."""
         if (number := self.number(name)) is not None:
-            return abs(number) or None
+            return None if math.isnan(number) else abs(number) or None
         stats = self._extremes(name)
         if stats is None or stats.min is None or stats.max is None:
             return None

@@ -91,6 +91,8 @@ class Domain:
     def _outside_number(self, value: float, *, backward: bool) -> Outside:
         at_end = value in (self.low, self.high) and (backward or not self.at_ends)
         found = Outside()
+        if math.isnan(value):
+            return found
         if at_end or value == self.pole or not self.low <= value <= self.high:
             found.add("zero" if value == 0 else f"{value:g}", f"the number {value:g}")
         return found
@@ -176,7 +178,12 @@ def domain_of_node(node: str) -> Domain | None:
 
 def _power_domain(exponent: float | None) -> Domain | None:
     """The domain of x ** exponent: x < 0 takes a whole exponent, x = 0 one that is not negative."""
-    if exponent is None or (exponent >= 1 and float(exponent).is_integer()) or exponent == 0:
+    if (
+        exponent is None
+        or math.isnan(exponent)
+        or (exponent >= 1 and float(exponent).is_integer())
+        or exponent == 0
+    ):
         return None
     what = f"power {exponent:g} of"
     if float(exponent).is_integer():

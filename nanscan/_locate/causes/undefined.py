@@ -166,6 +166,9 @@ def _division_remedy(call: OpCall, found: Domain) -> str:  # noqa: PLR0911 - a t
     """What to do about a division by 0, by the ops that made its operands."""
     above, below = (next(makers(call.tensors.get(n)), None) for n in ("self", found.argument))
     eps = safe_eps(call.made.dtype)
+    if found.argument not in call.tensors:  # a number
+        enough = 4 * (call.absmax("self") or 0.0) / torch.finfo(call.made.dtype).max
+        return f"x / max(y, {max(eps, enough):.1g}), where y >= 0"
     pair = tuple("" if maker is None else maker.function for maker in (above, below))
     if pair == ("exp", "sum"):
         return f"F.softmax(scores, dim=-1); of rows that are fully masked: {UNMASK}"
