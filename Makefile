@@ -22,7 +22,7 @@ sweep: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/sweeps/backward.py
 	$(BIN)/python tests/sweeps/healthy_models.py
 
-# Plants faults in the CUDA kernels and shows what catches each; 15 minutes. Table: tests/simt/README.md
+# Plants faults in the CUDA kernels and shows what catches each; 40 minutes. Table: tests/simt/README.md
 mutants: .venv/test
 	$(BIN)/python tests/simt/mutants.py
 

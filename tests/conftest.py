@@ -22,14 +22,15 @@ def pytest_configure(config):
 
 
 # They compile, or wait for other processes. Started last, they would be waited for by all.
-SLOW = ("test_cuda_fake_suite.py", "test_simt.py", "test_packaging.py", "test_cli.py")
+SLOW = {"test_cuda_fake_suite.py", "test_simt.py", "test_packaging.py", "test_cli.py"}
 
 
 def pytest_collection_modifyitems(config, items):
-    """Slow files first. On the recording driver: not what is host_only; of files that choose a
-    device, what does."""
-    rank = {name: -len(SLOW) + i for i, name in enumerate(SLOW)}
-    items.sort(key=lambda item: rank.get(item.path.name, 0))
+    """Slow files come first.
+
+    On the recording driver: not what is host_only; of files that choose a device, what does.
+    """
+    items.sort(key=lambda item: item.path.name not in SLOW)
     if not fake_cuda.wanted():
         return
 
