@@ -229,6 +229,16 @@ std::vector<int> merge_arrival(Arrival& arrival, ByteArray rows, OrderArray orde
   return arrival.merge_into(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
+// Merges rows into as many others, each as bytes.
+void merge_all(ByteArray rows, ByteArray into) {
+  if (rows.size() != into.size() || rows.size() % sizeof(Row) != 0)
+    throw py::value_error("nanscan: expected as many whole rows to merge as to merge into");
+  const auto* from = reinterpret_cast<const Row*>(rows.data());
+  auto* target = reinterpret_cast<Row*>(into.mutable_data());
+  for (size_t i = 0; i < rows.size() / sizeof(Row); ++i)
+    if (from[i].calls != 0) merge_rows(from[i], target[i]);
+}
+
 // torch's names, by DType.
 constexpr const char* kDTypeNames[] = {
 #define NANSCAN_NAME(dtype, torch_name, ...) #torch_name,
@@ -573,6 +583,7 @@ PYBIND11_MODULE(_C, m) {
   define_check(m);
   m.def("scan_once_many", &scan_once_many);
   m.def("describe", &describe);
+  m.def("merge_rows", &merge_all, py::arg("rows").noconvert(), py::arg("into").noconvert());
   m.attr("scan_once") =
       builtin(method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
   m.def("initialize", &initialize);

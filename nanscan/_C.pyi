@@ -105,6 +105,9 @@ def check_tree(
 def scan_once_many(tensors: list[Any], moments: bool) -> list[bytes | PendingScan | int]: ...
 def describe(tensor: object) -> tuple[str, tuple[int, ...]] | None: ...  # dtype and shape
 
+# Merges rows into as many others, both as bytes; `into` changes.
+def merge_rows(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint8]) -> None: ...
+
 # A CUDA device is given by its index. Failures of the driver are RuntimeErrors.
 def cuda_ordinal(tensor: object) -> int | None: ...  # None: not on a CUDA device
 def cuda_capability(ordinal: int) -> tuple[int, int]: ...

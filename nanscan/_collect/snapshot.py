@@ -156,7 +156,8 @@ class StepRecord:
         history: rows of the steps before, and of this one where it is whole.
         model: the modules and their optimizers.
         is_whole: the rows began anew after it; else the step goes on.
-        continues: an earlier record held the first part of the same step.
+        continues: an earlier record held the forward of the same step.
+        ended_by: number of the optimizer whose step ended this part of the step; -1: none did.
         is_ahead: it is judged amid a step, so that inputs can still be saved; findings wait for the
             end of the step.
         is_untrained: it holds parameters, scanned before their model first ran.
@@ -184,6 +185,7 @@ class StepRecord:
     model: ModelView
     is_whole: bool
     continues: bool = False
+    ended_by: int = -1
     is_ahead: bool = False
     is_untrained: bool = False
     spoiled: str = ""

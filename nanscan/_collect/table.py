@@ -88,7 +88,7 @@ class Table:
         """
         with self._lock:
             count = len(self.nodes)
-            if keep and not self.on_device:
+            if keep and not self.on_device and not self.history.has(step):
                 rows, order = self.history.next_slot(step, count)
                 keep = False
             else:
@@ -114,8 +114,7 @@ class Table:
             item.arrival = None  # its memory is free again; `describe` keeps the rest
         if item.is_to_keep:
             with self._lock:
-                rows, order = self.history.next_slot(step, len(item.rows))
-                rows[:], order[:] = item.rows, item.order
+                self.history.add(step, item.rows, item.order)
         return item
 
     def _swept(self, sweep: Sweep) -> Snapshot:
