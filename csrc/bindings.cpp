@@ -272,6 +272,18 @@ py::object as_tuple(const Description* description) {
                   description->shape.size());
 }
 
+// (elements, nan, posinf, neginf) of the first bad scan; None where the host does not know them.
+py::object bad_counts(const Description* description) {
+  if (!description || !description->counts.is_bad()) return py::none();
+  const Counts& counts = description->counts;
+  return py::make_tuple(counts.elements, counts.nan, counts.posinf, counts.neginf);
+}
+
+const Description* description_in(const Arrival& arrival, int row) {
+  if (row < 0 || row >= arrival.size()) throw py::index_error("nanscan: no such row");
+  return arrival.describe(row);
+}
+
 // (dtype, shape) of a tensor, without calling torch: a tracer would record the call.
 py::object describe(py::handle tensor) {
   TensorView view;
@@ -300,9 +312,10 @@ void define_arrival(py::module_& m) {
       .def("ready", &Arrival::ready)
       .def("wait", &Arrival::wait)
       .def("merge_into", &merge_arrival, py::arg("rows").noconvert(), py::arg("order").noconvert())
-      .def("describe", [](const Arrival& arrival, int row) {
-        if (row < 0 || row >= arrival.size()) throw py::index_error("nanscan: no such row");
-        return as_tuple(arrival.describe(row));
+      .def("describe",
+           [](const Arrival& arrival, int row) { return as_tuple(description_in(arrival, row)); })
+      .def("bad_counts", [](const Arrival& arrival, int row) {
+        return bad_counts(description_in(arrival, row));
       });
 }
 
@@ -321,6 +334,10 @@ void define_table(py::module_& m) {
            py::arg("reset") = true)
       .def("describe", [](const Table& table,
                           int row) { return as_tuple(context_of(table, row).description.get()); })
+      .def("bad_counts",
+           [](const Table& table, int row) {
+             return bad_counts(context_of(table, row).description.get());
+           })
       .def("bad_parts",
            [](const Table& table, int row) {
              const RowContext& context = context_of(table, row);

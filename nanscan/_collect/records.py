@@ -256,6 +256,7 @@ class RecordQueue:
             rows.order,
             tuple(rows.notable),
             rows.describe,
+            rows.bad_counts,
             self._table.nodes,
             self._table.history,
             ModelView(self._registry.modules, self._optimizers.facts),

@@ -98,8 +98,10 @@ class Table:
         if taken is None:
             return None
         notable, arrival = taken
-        describe = self.core.describe if arrival is None else arrival.describe
-        return Snapshot(rows, order, notable, describe, arrival, keep)
+        source = self.core if arrival is None else arrival
+        return Snapshot(
+            rows, order, notable, source.describe, source.bad_counts, arrival, is_to_keep=keep
+        )
 
     def complete(self, step: int, item: Snapshot | Sweep) -> Snapshot:
         """A snapshot with all its rows, in the history if it belongs there.
