@@ -32,9 +32,9 @@ DescriptionPtr make_description(DType dtype, bool is_complex, std::vector<int64_
     using Format = decltype(format);
     return from_bits(Format::float64_bits(Format::kMaxFinite));
   });
-  return std::make_shared<const Description>(
-      Description{dtype, is_complex, std::move(shape), order_key(to_bits(near_limit * largest)),
-                  counts.is_bad() ? counts : Counts{}});
+  return std::make_shared<const Description>(Description{dtype, is_complex, std::move(shape),
+                                                         order_key(to_bits(near_limit * largest)),
+                                                         counts.is_bad() ? counts : Counts{}});
 }
 
 bool is_notable(const Row& row, const Description* description) {
