@@ -229,6 +229,16 @@ std::vector<int> merge_arrival(Arrival& arrival, ByteArray rows, OrderArray orde
   return arrival.merge_into(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
+// Merges rows into as many others, each as bytes.
+void merge_all(ByteArray rows, ByteArray into) {
+  if (rows.size() != into.size() || rows.size() % sizeof(Row) != 0)
+    throw py::value_error("nanscan: expected as many whole rows to merge as to merge into");
+  const auto* from = reinterpret_cast<const Row*>(rows.data());
+  auto* target = reinterpret_cast<Row*>(into.mutable_data());
+  for (size_t i = 0; i < rows.size() / sizeof(Row); ++i)
+    if (from[i].calls != 0) merge_rows(from[i], target[i]);
+}
+
 // torch's names, by DType.
 constexpr const char* kDTypeNames[] = {
 #define NANSCAN_NAME(dtype, torch_name, ...) #torch_name,
@@ -262,6 +272,18 @@ py::object as_tuple(const Description* description) {
                   description->shape.size());
 }
 
+// (elements, nan, posinf, neginf) of the first bad scan; None where the host does not know them.
+py::object bad_counts(const Description* description) {
+  if (!description || !description->counts.is_bad()) return py::none();
+  const Counts& counts = description->counts;
+  return py::make_tuple(counts.elements, counts.nan, counts.posinf, counts.neginf);
+}
+
+const Description* description_in(const Arrival& arrival, int row) {
+  if (row < 0 || row >= arrival.size()) throw py::index_error("nanscan: no such row");
+  return arrival.describe(row);
+}
+
 // (dtype, shape) of a tensor, without calling torch: a tracer would record the call.
 py::object describe(py::handle tensor) {
   TensorView view;
@@ -290,9 +312,10 @@ void define_arrival(py::module_& m) {
       .def("ready", &Arrival::ready)
       .def("wait", &Arrival::wait)
       .def("merge_into", &merge_arrival, py::arg("rows").noconvert(), py::arg("order").noconvert())
-      .def("describe", [](const Arrival& arrival, int row) {
-        if (row < 0 || row >= arrival.size()) throw py::index_error("nanscan: no such row");
-        return as_tuple(arrival.describe(row));
+      .def("describe",
+           [](const Arrival& arrival, int row) { return as_tuple(description_in(arrival, row)); })
+      .def("bad_counts", [](const Arrival& arrival, int row) {
+        return bad_counts(description_in(arrival, row));
       });
 }
 
@@ -311,6 +334,10 @@ void define_table(py::module_& m) {
            py::arg("reset") = true)
       .def("describe", [](const Table& table,
                           int row) { return as_tuple(context_of(table, row).description.get()); })
+      .def("bad_counts",
+           [](const Table& table, int row) {
+             return bad_counts(context_of(table, row).description.get());
+           })
       .def("bad_parts",
            [](const Table& table, int row) {
              const RowContext& context = context_of(table, row);
@@ -573,6 +600,7 @@ PYBIND11_MODULE(_C, m) {
   define_check(m);
   m.def("scan_once_many", &scan_once_many);
   m.def("describe", &describe);
+  m.def("merge_rows", &merge_all, py::arg("rows").noconvert(), py::arg("into").noconvert());
   m.attr("scan_once") =
       builtin(method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
   m.def("initialize", &initialize);

@@ -83,7 +83,7 @@ void Table::scan_on_host(const TensorView& view, int index) {
 void Table::merge_host_scan(const TensorView& view, int index, const Row& scan) {
   latest_place_ = {};
   Row& target = row(index);
-  if (target.ticket == 0) contexts_[index].describe(view, near_limit_);
+  if (target.ticket == 0) contexts_[index].describe(view, near_limit_, counts_of(scan));
   note_visit(index);
   merge_scan(scan, target, last_ticket_, [&] { return cpu::first_nonfinite(view); });
 }
@@ -176,7 +176,8 @@ void Table::merge(int index, const Row& scan, DType dtype, bool is_complex,
                   const std::vector<int64_t>& shape) {
   Row& target = row(index);
   if (target.ticket == 0)
-    contexts_[index].description = make_description(dtype, is_complex, shape, near_limit_);
+    contexts_[index].description =
+        make_description(dtype, is_complex, shape, near_limit_, counts_of(scan));
   note_visit(index);
   merge_scan(scan, target, last_ticket_, [&] { return ~scan.first_bad; });
 }

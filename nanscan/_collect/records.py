@@ -37,6 +37,10 @@ class Consumer(Protocol):
         """Whether a record matters in which no row is notable: something may have recovered."""
         raise NotImplementedError
 
+    def on_training_start(self) -> bool:
+        """The first optimizer is seen. Returns whether steps may be counted anew from here."""
+        raise NotImplementedError
+
     def on_record(self, record: StepRecord) -> None:
         """All that is known of a step, or of a part of one. Records come in order."""
 
@@ -109,6 +113,13 @@ class RecordQueue:
     def clear(self) -> None:
         """Forgets what is on its way."""
         self._pending.clear()
+
+    def count_anew(self) -> None:
+        """The current step becomes number 0, and those before it are numbered backwards."""
+        steps = self._tracker.count_anew()
+        self._table.history.shift(steps)
+        for pending in self._pending:
+            pending.step -= steps
 
     @property
     def may_be_bad(self) -> bool:
@@ -207,6 +218,7 @@ class RecordQueue:
         return {
             "turn": turn,
             "continues": self._tracker.continues,
+            "ended_by": self._tracker.stepped,
             "entered": frozenset(self._tracker.entered),
         }
 
@@ -244,6 +256,7 @@ class RecordQueue:
             rows.order,
             tuple(rows.notable),
             rows.describe,
+            rows.bad_counts,
             self._table.nodes,
             self._table.history,
             ModelView(self._registry.modules, self._optimizers.facts),

@@ -132,7 +132,8 @@ class Location:
         reached: what the values got to, where `at` made nothing that is a fault by itself: "the
             loss", "what it returned", ...
         recomputed: it ran again inside backward, for a checkpoint.
-        step: number of the step, from 0; of those that ended while it was searched.
+        step: number of the step, from 0; of those that ended while it was searched. With several
+            optimizers each one's step counts, but for what `enable(locate=True)` found.
         causes: likely causes, best first; empty when no evidence points to one.
         unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
     """

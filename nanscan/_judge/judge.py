@@ -95,7 +95,7 @@ class Judge:
         near = [row for row in self._near.new_in(record, bad) if not self._ignored(row, record)]
         if self._goes_on(record, bad) and not near:
             for episode in self._episodes:
-                episode.note(record.step)
+                episode.note(record.step, record.ended_by)
             self._lasting.update(record, bad)
             return []
         self._lasting.note_unset(record, bad)
@@ -109,8 +109,9 @@ class Judge:
         in_faults = {row for group in faults for row in group}
         rows = [row for row in bad if row in in_faults]
         if record.is_whole:
-            self._latest = set(rows)
-            self._emitted = {row for row in rows if provenance.is_returned(row)}
+            emitted = {row for row in rows if provenance.is_returned(row)}
+            self._latest = {*rows, *(self._latest if record.continues else ())}
+            self._emitted = {*emitted, *(self._emitted if record.continues else ())}
         if record.skips and rows and all(record.nodes[row].kind.is_scaled for row in rows):
             news += _skipped(step, record, rows, self._max_skips)
         else:
@@ -213,7 +214,7 @@ class Judge:
         """What is to be reported of rows with one root; notes that they are bad."""
         root = provenance.roots[group[0]]
         episode, is_new = self._episode_of(record, provenance, root)
-        episode.note(record.step)
+        episode.note(record.step, record.ended_by)
         episode.after = episode.after or self._episodes.of(provenance.behind.get(root, -1))
         is_due = episode.is_due(record.step)
         is_buffer = is_new and root in self._lasting.unset
@@ -283,12 +284,14 @@ class Judge:
 
     def _recovered(self, step: StepVerdicts, record: StepRecord, bad: set[int]) -> list[Evidence]:
         """The ends of episodes."""
-        if not record.is_whole or record.continues:
+        if not record.is_whole:
             return []
         over = [
             episode
             for episode in self._episodes
             if not (episode.rows & bad or episode.rows & self._lasting.rows.keys())
+            and not (record.continues and episode.latest == record.step)
+            and episode.may_end(record.step, record.ended_by)
             and any(map(record.was_scanned, episode.rows))
         ]
         on = [episode for episode in self._episodes if episode not in over]

@@ -26,6 +26,8 @@ SUITES = {
         "collect/test_hooks.py",
         "collect/test_arguments.py",
         "collect/test_optimizers.py",
+        "collect/test_steps.py",
+        "judge/test_bad_calls.py",
         "judge/test_judge.py",
         "test_monitor.py",
     ),
