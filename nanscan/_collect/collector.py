@@ -94,7 +94,7 @@ class Collector(Listener):
         self.records = RecordQueue(
             registry, table, self.optimizers, self.tracker, inputs=inputs, consumer=consumer
         )
-        self._training = Training(registry, self.tracker, self.records, consumer)
+        self._training = Training(registry, self.optimizers, self.tracker, self.records, consumer)
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Collector(Listener):
         if plan is None or not self.calls.is_attached:
             return None
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
-        self._begin_optimizer_step(plan)
+        self._training.before_optimizer_step(plan)
         closure = closure_of(args, kwargs)  # it makes the gradients
         look = functools.partial(self._look_at_gradients, optimizer, by_closure=closure is not None)
         if self._skip_step is not None:
@@ -276,11 +276,6 @@ class Collector(Listener):
         self._scan_gradients(optimizer, plan)
         self._judge_gradients()
         return None
-
-    def _begin_optimizer_step(self, plan: Plan) -> None:
-        with self.records.lock:
-            self.tracker.on_before_optimizer_step(plan.number)
-            self._training.begin()
 
     def _scan_gradients(self, optimizer: Optimizer, plan: Plan) -> None:
         if Kind.GRAD in self._kinds and (self.turn.period or self._skip_step is not None):
@@ -348,7 +343,7 @@ class Collector(Listener):
             return
         plan = self.optimizers.plan(optimizer)
         if plan is not None and self.calls.is_attached:
-            self._begin_optimizer_step(plan)
+            self._training.before_optimizer_step(plan)
             self._scan_gradients(optimizer, plan)
             if self.turn.slow:
                 self._parameters.scan_buffers()  # the forward has changed them all the same

@@ -24,18 +24,19 @@ class Iterations:
         self._latest = (-1, 0)  # the optimizer that stepped last, and how often in a row
         self._went_on: dict[tuple[int, int], bool] = {}  # after such a step
 
-    def begin(self, optimizer: int) -> int:
+    def begin(self, optimizer: int, *, may_join: bool = True) -> int:
         """An optimizer is about to step.
 
         Args:
             optimizer: its number.
+            may_join: it may step in the step at hand, if it has not yet.
 
         Returns:
             What is to be added to the number of the step, where something else was expected.
         """
         if not self._stepped:
             return 0
-        expected, self.goes_on = self.goes_on, optimizer not in self._stepped
+        expected, self.goes_on = self.goes_on, may_join and optimizer not in self._stepped
         self._went_on[self._latest] = self.goes_on
         return expected - self.goes_on
 

@@ -88,6 +88,8 @@ class Optimizers:
         self._table = table
         self._order = order
         self._plans: dict[int, Plan] = {}  # by id(optimizer)
+        self._alive = weakref.WeakSet[Optimizer]()  # when one that was not among them had stepped
+        self._late = set[int]()  # numbers of those made after others had stepped; not stepped yet
 
     def plan(self, optimizer: Optimizer) -> Plan | None:
         """Places of an optimizer's parameters; None if none of them is watched."""
@@ -136,7 +138,22 @@ class Optimizers:
             if plan.optimizer() is optimizer or plan.identity == identity:
                 return plan.number
             taken.add(plan.number)
-        return next(number for number in itertools.count() if number not in taken)
+        number = next(number for number in itertools.count() if number not in taken)
+        if optimizer not in self._alive:
+            if taken:
+                self._late.add(number)
+            self._alive = weakref.WeakSet(_all_optimizers())
+        return number
+
+    def may_join(self, plan: Plan) -> bool:
+        """Whether an optimizer may step in the step in which another did, as in a GAN.
+
+        Not the first time, if it was made after others had stepped: it replaces them, though they
+        may still be alive. To be asked before each of its steps.
+        """
+        is_late = plan.number in self._late
+        self._late.discard(plan.number)
+        return not is_late
 
     def _in_plan(self, optimizer: Optimizer, watched: Watched) -> Watched:
         parameters = parameters_of(optimizer)
@@ -261,12 +278,15 @@ def outcome_of(optimizer: Optimizer, scaler: GradScaler | None) -> Outcome:
     return Outcome(id(optimizer), skipped.clone(), kept)
 
 
+def _all_optimizers() -> Iterator[Optimizer]:
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
+
+
 def is_any_optimizer_for(registry: Registry) -> bool:
     """Whether an optimizer of the process holds a watched parameter. Looks at all objects."""
-    optimizers = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
     return any(
         registry.parameter(parameter, "") is not None
-        for optimizer in optimizers
+        for optimizer in _all_optimizers()
         for group in getattr(optimizer, "param_groups", ())  # it may be in the making elsewhere
         for parameter in group["params"]
     )

@@ -170,16 +170,17 @@ class StepTracker:
         self._is_update_due = True
         return Decision(scan_gradients=True, look="if known bad")
 
-    def on_before_optimizer_step(self, optimizer: int) -> None:
+    def on_before_optimizer_step(self, optimizer: int, *, may_join: bool = True) -> None:
         """An optimizer of watched parameters is about to step, or a GradScaler has skipped that.
 
         Args:
             optimizer: its number.
+            may_join: it may step in the step in which another did.
         """
         self.is_reopened = False
         self.stepped = -1
         if not self._is_manual:
-            self.step += self._iterations.begin(optimizer)
+            self.step += self._iterations.begin(optimizer, may_join=may_join)
 
     def on_after_optimizer_step(self, optimizer: int) -> Decision:
         """It stepped, or a GradScaler skipped that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanscan._collect.names import Registry
-from nanscan._collect.optimizers import is_any_optimizer_for
+from nanscan._collect.optimizers import Optimizers, Plan, is_any_optimizer_for
 from nanscan._collect.records import Consumer, RecordQueue
 from nanscan._collect.steps import StepTracker
 
@@ -13,15 +13,22 @@ class Training:
 
     Args:
         registry: the modules whose training counts.
+        optimizers: those that step.
         tracker: is told.
         records: are numbered anew when a training begins.
         consumer: knows whether that may be.
     """
 
     def __init__(
-        self, registry: Registry, tracker: StepTracker, records: RecordQueue, consumer: Consumer
+        self,
+        registry: Registry,
+        optimizers: Optimizers,
+        tracker: StepTracker,
+        records: RecordQueue,
+        consumer: Consumer,
     ) -> None:
         self._registry = registry
+        self._optimizers = optimizers
         self._tracker = tracker
         self._records = records
         self._consumer = consumer
@@ -49,6 +56,13 @@ class Training:
             is_trainable=self._registry.is_trainable, has_scans=has_scans
         )
         if self._tracker.is_by_hand:
+            self.begin()
+
+    def before_optimizer_step(self, plan: Plan) -> None:
+        """An optimizer is about to step, or a GradScaler has skipped that."""
+        with self._records.lock:
+            may_join = self._optimizers.may_join(plan)
+            self._tracker.on_before_optimizer_step(plan.number, may_join=may_join)
             self.begin()
 
     def has_optimizer(self) -> bool:

@@ -363,6 +363,19 @@ def test_an_optimizer_that_gets_more_parameters(scope):
     assert monitor.steps == 6
 
 
+def test_an_optimizer_that_replaces_one_of_other_parameters_that_is_still_alive():
+    """As one of adapters, while what trained the model before is kept."""
+    model = Net()
+    monitor = nanscan.enable(model)
+    first = torch.optim.SGD(model.fc1.parameters(), 0.01)
+    train(model, first, [batch()] * 3)
+    second = torch.optim.SGD(model.fc2.parameters(), 0.01)
+    assert monitor.steps == 3
+    train(model, second, [batch()] * 3)
+    assert monitor.steps == 6
+    assert monitor.history("fc1 output")["step"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_one_model_after_the_other():
     """A search for hyperparameters: each has its own optimizer."""
     monitor = nanscan.enable()
