@@ -16,6 +16,7 @@ from nanscan._collect import torch_events
 from nanscan._collect.backward_order import BackwardOrder
 from nanscan._collect.closures import Closure, closure_of, with_closure
 from nanscan._collect.costs import CostMeter
+from nanscan._collect.held_tensors import HeldTensors
 from nanscan._collect.inputs import KeptInputs
 from nanscan._collect.listener import Listener, StepArguments
 from nanscan._collect.modules import ModuleCalls, is_recomputing, is_tracing, running_node
@@ -96,6 +97,7 @@ class Collector(Listener):
         self.optimizers = Optimizers(registry, table, self._order)
         self._parameters = ParameterScans(registry, self._scanner, self.optimizers, kinds)
         self._changes = ParameterChanges(registry, table)
+        self._held = HeldTensors(registry, table) if Kind.BUFFER in kinds else None
         self._meter = CostMeter(
             self.calls.core,
             table.core,
@@ -131,6 +133,8 @@ class Collector(Listener):
         torch_events.listen(self)
         self.calls.set_attached(attached=True)
         self._step_began = time.perf_counter()  # a pause is no part of a step
+        if self._held is not None:
+            self._held.forget()
         self._order.resume()
 
     def close(self) -> None:
@@ -171,6 +175,8 @@ class Collector(Listener):
     def on_before_forward(self, place: ModulePlace) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
         self._act(self.tracker.on_before_forward(place))
+        if self._held is not None:
+            self._held.before_forward()
         self._consumer.on_forward_start(self.tracker.step)
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -185,6 +191,8 @@ class Collector(Listener):
     def on_after_forward(self, place: ModulePlace) -> None:
         """Ends the step if no optimizer will."""
         self._look_for_changes()
+        if self._held is not None:
+            self._held.after_forward()
         with_gradients = torch.is_grad_enabled()
         self._ran |= with_gradients
         if self._table.on_device:
@@ -217,11 +225,12 @@ class Collector(Listener):
         return self.calls.is_attached and kind in self._kinds and self.turn.period > 0
 
     def _look_for_changes(self) -> None:
-        """Has a parameter gone bad since its last scan? Asked as soon as something else has."""
-        if Kind.PARAM in self._kinds:
-            for how, scans in self._changes.look():
-                with self.records.lock:  # what these made bad is judged after them
-                    self.records.add_sweep(Sweep(scans, is_selective=False), spoiled=how)
+        """Has what modules hold gone bad since its last scan? Asked once something else has."""
+        found = [*self._changes.look()] if Kind.PARAM in self._kinds else []
+        found += [] if self._held is None else self._held.look()
+        for how, scans in found:
+            with self.records.lock:  # what these made bad is judged after them
+                self.records.add_sweep(Sweep(scans, is_selective=False), spoiled=how)
 
     # -- backward --------------------------------------------------------------------------------
 

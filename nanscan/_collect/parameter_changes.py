@@ -14,11 +14,11 @@ import torch
 
 from nanscan import _C
 from nanscan._collect.names import Registry
+from nanscan._collect.newly_bad import NewlyBad
 from nanscan._collect.snapshot import Scans
 from nanscan._collect.table import Table
-from nanscan._data.places import ModulePlace, Node, ParameterPlace
+from nanscan._data.places import ModulePlace, ParameterPlace
 from nanscan._data.row import ROW, nonfinite
-from nanscan._data.site import Kind
 
 _SPOILED = "changed between two steps, by no optimizer"
 _UNSCANNED = "it went bad in a step after which it was not scanned"
@@ -120,37 +120,13 @@ class ParameterChanges:
 
     def _places(self, since: int) -> set[ParameterPlace]:
         """Parameters used where something went bad after a ticket was taken."""
-        tickets = {
-            self._table.nodes[row]: ticket
-            for row, ticket, only_neginf in self._table.core.bad_rows
-            if not (only_neginf and self._table.nodes[row].kind.may_be_mask)  # a mask
-        }
-        bad = {node.row for node in tickets}
-        new = [node for node, ticket in tickets.items() if ticket > since]
-        in_forward = any(node.kind in (Kind.INPUT, Kind.OUTPUT) for node in tickets)
-        if not in_forward and any(node.kind.comes_late for node in new):
+        newly = NewlyBad(self._table, since)
+        if newly.is_of_backward:
             return {place for _, place in self._registry.live_parameters()}
-        return set(self._own_parameters({owner for n in new for owner in self._owners(n, bad)}))
-
-    def _owners(self, node: Node, bad: set[int]) -> Iterator[ModulePlace]:
-        """Modules whose own forward may have made a bad value out of good ones."""
-        place, around = node.place, node.place.parent
-        if node.kind is Kind.INPUT and around is not None:
-            yield around
-        if node.kind is Kind.OUTPUT and isinstance(place, ModulePlace):
-            sources = place.input_sources()
-            if sources & bad:
-                return
-            yield place
-            # What was not scanned on its way in may be the doing of the module around.
-            if around is not None and not any(map(self._table.order, sources)):
-                yield around
+        return set(self._own_parameters(newly.owners()))
 
     def _own_parameters(self, owners: set[ModulePlace]) -> Iterator[ParameterPlace]:
         """Those of modules, and of others inside them that never run through their own call."""
         for place in self._registry.places.values():
-            user: ModulePlace | None = place
-            while user is not None and user not in owners:
-                user = None if user.called else user.parent
-            if user is not None:
+            if place.user_of(owners) is not None:
                 yield from place.parameters.values()

@@ -218,19 +218,21 @@ class Judge:
         is_due = episode.is_due(record.step)
         is_buffer = is_new and root in self._lasting.unset
         rows = [root, *group] if is_buffer else group
+        worse = {row for row in rows if record.spoiled and self._lasting.is_worse(record, row)}
         reports = [
             _Report(episode, row)
             for row in rows
-            if row not in episode.rows and (is_due or not episode.flaps)
+            if row in worse or (row not in episode.rows and (is_due or not episode.flaps))
         ]
         spread = _spread(record, provenance, episode, group)
-        is_forward = any(record.nodes[row].kind.is_forward for row in group)
+        # What other code has spoiled is told with what reads it in the same step.
+        is_forward = bool(record.spoiled) or any(record.nodes[r].kind.is_forward for r in group)
         is_kept = record.nodes[root].kind is Kind.BUFFER
         shows = is_forward and is_kept and not episode.is_in_forward
         episode.is_in_forward |= is_forward
         for row in rows:
             self._episodes.add(episode, row)
-        if is_new and reports:
+        if (is_new or worse) and reports:
             reports[0].news = "new"
             reports[0].addition = episode.count if episode.comebacks else ""
         elif shows and reports:
@@ -379,9 +381,9 @@ def _spread(
         new = before[row].new_in(episode.parts[row])
         if not new:
             continue
-        node, sources = record.nodes[row], provenance.sources.get(row, set())
-        is_inner = node.kind is Kind.INPUT and record.around(node.place) is not None
-        if not (node.kind is Kind.OUTPUT or is_inner) or sources & provenance.lasting:
+        node = record.nodes[row]
+        place = record.around(node.place) if node.kind is Kind.INPUT else node.place
+        if node.kind not in (Kind.INPUT, Kind.OUTPUT) or place is None or provenance.keeps(place):
             break  # what is worse comes from the caller, or was kept
         samples = _samples(new, before[row].size)
         how = f"made here in {samples}, beside what was bad in the step before"

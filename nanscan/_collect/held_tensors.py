@@ -1,0 +1,295 @@
+"""HeldTensors: buffers and tensor attributes of modules that were bad before a forward began.
+
+A KV cache, a lookup table or a scale that other code has spoiled shows only in what reads it. The
+module that holds it may write into it as well, and must not be blamed for what it was given, nor
+its cache for what the module made. So what is in a tensor is looked at before a forward begins, and
+only if other code has changed it since the last forward ended, as its version shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanscan import _C
+from nanscan._collect.names import Registry
+from nanscan._collect.newly_bad import NewlyBad
+from nanscan._collect.scanner import version
+from nanscan._collect.snapshot import Scans
+from nanscan._collect.table import Table
+from nanscan._data.places import ModulePlace, SinglePlace
+from nanscan._data.row import ROW
+
+_CHANGED = "it was so before this forward: changed after the last one"
+_FROM_START = "it was so before its model first ran"
+_SPOILED = "changed between two steps, by no optimizer"
+
+_MAX_DEPTH = 3  # of containers in an attribute
+_MAX_TENSORS = 64  # in one attribute, and values in one container
+_MAX_FIELDS = 32  # of an object in an attribute; configurations have more
+_LONGEST_WAIT = 256  # forwards until new attributes are looked for
+# What changes before each forward, such as moving averages, is scanned in one of so many forwards.
+_INTERVAL, _BURST = 32, 8
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OPAQUE = (nn.Module, nn.Parameter, torch.optim.Optimizer, type, str, bytes, int, float, complex)
+
+
+@dataclass(eq=False)
+class _Holder:
+    """A buffer or an attribute of a module.
+
+    Attributes:
+        module: the module.
+        key: its name in the module.
+        owner: place of the module.
+        buffer: place of a buffer; None: an attribute, with a place for each tensor in it.
+        states: of its tensors when the last forward ended, by path; None: not known.
+        bad: how many values were NaN or +Inf when they were last looked at, by path.
+        next_scan: the number of the forward that pays for another scan.
+    """
+
+    module: weakref.ref[nn.Module]
+    key: str
+    owner: ModulePlace
+    buffer: SinglePlace | None
+    states: dict[str, tuple[int, int]] | None = None
+    bad: dict[str, int] = field(default_factory=dict)
+    next_scan: int = 0
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Its tensors of now, by path."""
+        value = getattr(self.module(), self.key, None)
+        return list(itertools.islice(_tensors_in(value, self.key), _MAX_TENSORS))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A tensor that was bad before the forward that runs."""
+
+    holder: _Holder
+    path: str
+    how: str
+    row: bytes
+    described: tuple[str, tuple[int, ...]]
+
+
+class HeldTensors:
+    """Tells which of them are the reason for what went bad. On the CPU only.
+
+    Args:
+        registry: names of modules.
+        table: what was scanned in this step.
+    """
+
+    def __init__(self, registry: Registry, table: Table) -> None:
+        self._registry = registry
+        self._table = table
+        self._holders: dict[tuple[ModulePlace, str], _Holder] = {}
+        # Running statistics change without a version. They are read in eval mode only, in which
+        # no call changes them.
+        self._statistics: dict[SinglePlace, _Holder] = {}
+        self._candidates: list[_Candidate] = []
+        self._blamed: dict[SinglePlace, tuple[_Holder, str]] = {}  # until they are fine
+        self._mended: Scans = []
+        self._running: set[int] = set()  # threads in a forward
+        self._is_settled = False  # the last forward ended, and the states are those of then
+        self._forwards = 0
+        self._next_search = 0
+        self._ticket = self._ticket_before = table.last_ticket
+
+    # -- around each forward -----------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """An outermost module is about to run: what was changed since the last one ended?"""
+        self._candidates.clear()
+        thread = threading.get_ident()
+        self._is_settled &= not self._running - {thread}
+        self._running.add(thread)
+        self._ticket_before = self._table.last_ticket
+        for place, (holder, path) in list(self._blamed.items()):
+            self._look_at_blamed(place, holder, path)
+        for holder in self._holders.values() if self._is_settled else ():
+            self._look_for_changes(holder)
+        if self._forwards >= self._next_search:
+            self._search()
+        self._forwards += 1
+        self._is_settled = False
+
+    def after_forward(self) -> None:
+        """An outermost module returned."""
+        self._running.discard(threading.get_ident())
+        if self._running:
+            return  # what changes until it ends is not known to be the doing of other code
+        is_bad = self._table.last_ticket != self._ticket_before
+        for holder in self._holders.values():
+            pairs = holder.tensors()
+            before, holder.states = holder.states or {}, _states(pairs)
+            if is_bad:  # the forward may have written bad values into it
+                changed = [(p, x) for p, x in pairs if holder.states[p] != before.get(p)]
+                holder.bad |= {path: _count(row) for path, x in changed if (row := _scan(x))}
+        self._is_settled = True
+
+    def forget(self) -> None:
+        """Forwards may have been missed."""
+        self._is_settled = False
+
+    def _look_for_changes(self, holder: _Holder) -> None:
+        states = holder.states
+        if states is None:
+            return
+        for path, x in holder.tensors():
+            if states.get(path) != (id(x), version(x)):
+                self._look_into(holder, path, x, _CHANGED)
+
+    def _look_into(self, holder: _Holder, path: str, x: torch.Tensor, how: str) -> None:
+        """Makes a candidate of a tensor that holds more bad values than it did."""
+        if holder.next_scan > self._forwards + _INTERVAL * _BURST:
+            return
+        holder.next_scan = max(holder.next_scan, self._forwards) + _INTERVAL
+        before, row = holder.bad.get(path, 0), _scan(x)
+        if row is None:
+            return
+        holder.bad[path] = _count(row)
+        if holder.bad[path] > before:
+            described = _C.describe(x) or ("float32", ())
+            self._candidates.append(_Candidate(holder, path, how, row, described))
+
+    def _look_at_blamed(self, place: SinglePlace, holder: _Holder, path: str) -> None:
+        x = dict(holder.tensors()).get(path)
+        row = _NOTHING if x is None else _scan(x)
+        if row is not None and not _count(row):
+            del self._blamed[place]
+            described = (x is not None and _C.describe(x)) or ("float32", ())
+            self._mended.append((place.node, row, described))
+
+    def _search(self) -> None:
+        """Finds buffers, and attributes with tensors, that are new."""
+        self._next_search += min(self._next_search + 1, _LONGEST_WAIT)
+        for reference, key, place in self._registry.buffer_owners():
+            owner = place.parent
+            if isinstance(owner, ModulePlace) and place.is_statistic:
+                self._add_statistic(place, _Holder(reference, key, owner, place))
+            elif isinstance(owner, ModulePlace):
+                self._add(_Holder(reference, key, owner, place))
+        for module, owner in self._registry.modules():
+            for key in vars(module).keys() - _OF_MODULES if owner.watched else ():
+                self._add(_Holder(weakref.ref(module), key, owner, None))
+
+    def _add(self, holder: _Holder) -> None:
+        key = holder.owner, holder.key
+        pairs = [] if key in self._holders else holder.tensors()
+        if not pairs:
+            return
+        self._holders[key] = holder
+        is_first = self._forwards == 0 or not holder.owner.called
+        if is_first and holder.buffer is None:  # buffers are swept then
+            for path, x in pairs:
+                self._look_into(holder, path, x, _FROM_START)
+
+    def _add_statistic(self, place: SinglePlace, holder: _Holder) -> None:
+        if place not in self._statistics:
+            self._statistics[place] = holder
+            holder.bad |= {p: _count(row) for p, x in holder.tensors() if (row := _scan(x))}
+
+    # -- once something is bad ---------------------------------------------------------------------
+
+    def look(self) -> Iterator[tuple[str, Scans]]:
+        """Scans of those that are the reason, as they were before the forward, and how it came.
+
+        And of those that were, and are fine again. Nearly always none.
+        """
+        if self._mended:
+            found, self._mended = self._mended, []
+            yield "", found
+        if self._table.last_ticket == self._ticket:
+            return
+        since, self._ticket = self._ticket, self._table.last_ticket
+        makers = NewlyBad(self._table, since).makers()
+        scans: dict[str, Scans] = {}
+        for candidate in (*self._candidates, *self._bad_statistics(makers)):
+            holder = candidate.holder
+            user = holder.owner.user_of(makers)
+            if user is not None and not self._has_bad_parameter({user, holder.owner}):
+                place = holder.buffer or self._registry.attribute(holder.owner, candidate.path)
+                if place.watched and place not in self._blamed:
+                    self._table.add(place.node)
+                self._blamed[place] = holder, candidate.path
+                scan = place.node, candidate.row, candidate.described
+                scans.setdefault(candidate.how, []).append(scan)
+        yield from scans.items()
+
+    def _bad_statistics(self, makers: set[ModulePlace]) -> Iterator[_Candidate]:
+        """Running statistics that were not bad when they were last scanned."""
+        for place, holder in self._statistics.items():
+            module = holder.module()
+            if module is None or module.training or holder.owner.user_of(makers) is None:
+                continue
+            for path, x in holder.tensors():
+                row = _scan(x)
+                if row and _count(row) and not holder.bad.get(path) and not self._was_bad(place):
+                    yield _Candidate(holder, path, _SPOILED, row, _C.describe(x) or ("float32", ()))
+
+    def _was_bad(self, place: SinglePlace) -> bool:
+        if place in self._blamed or place.node.row < 0:
+            return place in self._blamed
+        past = self._table.history.of(place.node.row)
+        bad = past["nan"] + past["posinf"]
+        return bool(len(bad) and bad[-1])
+
+    def _has_bad_parameter(self, owners: set[ModulePlace]) -> bool:
+        """Whether a parameter of modules explains what they made."""
+        rows = (_scan(p) for p, place in self._registry.live_parameters() if place.parent in owners)
+        return any(row is not None and _count(row) for row in rows)
+
+
+_NOTHING = np.zeros(1, ROW).tobytes()  # a scan of a tensor that is gone
+
+
+def _states(pairs: list[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, int]]:
+    return {path: (id(x), version(x)) for path, x in pairs}
+
+
+def _scan(x: torch.Tensor) -> bytes | None:
+    """A scan of a tensor on the CPU; None of any other."""
+    row = _C.scan_once(x, False) if x.device.type == "cpu" else None
+    return row if isinstance(row, bytes) else None
+
+
+def _count(row: bytes) -> int:
+    """How many values are NaN or +Inf; -Inf may be a mask."""
+    values = np.frombuffer(row, ROW)[0]
+    return int(values["nan"] + values["posinf"])
+
+
+def _tensors_in(x: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Floating-point tensors in a value, with their paths; none that an optimizer may change."""
+    if isinstance(x, torch.Tensor):
+        if x.is_floating_point() and not x.requires_grad and type(x) is torch.Tensor:
+            yield path, x
+        return
+    if x is None or isinstance(x, _OPAQUE) or depth >= _MAX_DEPTH:
+        return
+    try:
+        parts = list(itertools.islice(_parts(x), _MAX_TENSORS))
+    except Exception:  # noqa: BLE001 - a container of the user's may raise anything
+        return
+    for label, value in parts:
+        yield from _tensors_in(value, path + label, depth + 1)
+
+
+def _parts(x: Any) -> Iterator[tuple[str, Any]]:
+    """What a container or an object holds, with labels."""
+    if isinstance(x, Mapping):
+        yield from ((f"[{key!r}]", value) for key, value in x.items())
+    elif isinstance(x, (tuple, list)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(x))
+    elif hasattr(x, "__dict__") and len(vars(x)) <= _MAX_FIELDS and not callable(x):
+        yield from ((f".{key}", value) for key, value in vars(x).items())
