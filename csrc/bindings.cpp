@@ -270,6 +270,14 @@ py::object describe(py::handle tensor) {
                   static_cast<size_t>(view.user_dims()));
 }
 
+// bad_parts(tensor) -> bits of dimension 0, and its size; (0, 0) of what is not scanned on the host.
+std::pair<uint64_t, int64_t> bad_parts(py::handle tensor) {
+  TensorView view;
+  if (view_scannable(tensor.ptr(), view, LazyBits::kAlwaysAsk) != kOk || is_launched(view))
+    return {0, 0};
+  return {cpu::nonfinite_parts(view), view.user_dims() > 0 ? view.logical.size[0] : 1};
+}
+
 // Merges one scan, given as the bytes of a Row.
 void merge_scan(Table& table, int row, const py::bytes& scan, const std::string& dtype,
                 const std::vector<int64_t>& shape) {
@@ -573,6 +581,7 @@ PYBIND11_MODULE(_C, m) {
   define_check(m);
   m.def("scan_once_many", &scan_once_many);
   m.def("describe", &describe);
+  m.def("bad_parts", &bad_parts);
   m.attr("scan_once") =
       builtin(method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
   m.def("initialize", &initialize);

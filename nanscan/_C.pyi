@@ -104,6 +104,7 @@ def check_tree(
 ) -> Any: ...
 def scan_once_many(tensors: list[Any], moments: bool) -> list[bytes | PendingScan | int]: ...
 def describe(tensor: object) -> tuple[str, tuple[int, ...]] | None: ...  # dtype and shape
+def bad_parts(tensor: object) -> tuple[int, int]: ...  # bits of dimension 0, and its size
 
 # A CUDA device is given by its index. Failures of the driver are RuntimeErrors.
 def cuda_ordinal(tensor: object) -> int | None: ...  # None: not on a CUDA device

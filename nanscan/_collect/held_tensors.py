@@ -27,6 +27,7 @@ from nanscan._collect.snapshot import Scans
 from nanscan._collect.table import Table
 from nanscan._data.places import ModulePlace, SinglePlace
 from nanscan._data.row import ROW
+from nanscan._data.text import indices
 
 _CHANGED = "it was so before this forward: changed after the last one"
 _FROM_START = "it was so before its model first ran"
@@ -52,7 +53,8 @@ class _Holder:
         owner: place of the module.
         buffer: place of a buffer; None: an attribute, with a place for each tensor in it.
         states: of its tensors when the last forward ended, by path; None: not known.
-        bad: how many values were NaN or +Inf when they were last looked at, by path.
+        bad: how many values were NaN or +Inf when they were last looked at, by path, and in which
+            parts of dimension 0, as bits.
         next_scan: the number of the forward that pays for another scan.
     """
 
@@ -61,7 +63,7 @@ class _Holder:
     owner: ModulePlace
     buffer: SinglePlace | None
     states: dict[str, tuple[int, int]] | None = None
-    bad: dict[str, int] = field(default_factory=dict)
+    bad: dict[str, tuple[int, int]] = field(default_factory=dict)
     next_scan: int = 0
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -87,9 +89,11 @@ class HeldTensors:
     Args:
         registry: names of modules.
         table: what was scanned in this step.
+        is_on: False: buffers are not scanned, so nothing is told.
     """
 
-    def __init__(self, registry: Registry, table: Table) -> None:
+    def __init__(self, registry: Registry, table: Table, *, is_on: bool) -> None:
+        self._is_on = is_on
         self._registry = registry
         self._table = table
         self._holders: dict[tuple[ModulePlace, str], _Holder] = {}
@@ -109,6 +113,8 @@ class HeldTensors:
 
     def before_forward(self) -> None:
         """An outermost module is about to run: what was changed since the last one ended?"""
+        if not self._is_on:
+            return
         self._candidates.clear()
         thread = threading.get_ident()
         self._is_settled &= not self._running - {thread}
@@ -125,6 +131,8 @@ class HeldTensors:
 
     def after_forward(self) -> None:
         """An outermost module returned."""
+        if not self._is_on:
+            return
         self._running.discard(threading.get_ident())
         if self._running:
             return  # what changes until it ends is not known to be the doing of other code
@@ -134,7 +142,7 @@ class HeldTensors:
             before, holder.states = holder.states or {}, _states(pairs)
             if is_bad:  # the forward may have written bad values into it
                 changed = [(p, x) for p, x in pairs if holder.states[p] != before.get(p)]
-                holder.bad |= {path: _count(row) for path, x in changed if (row := _scan(x))}
+                holder.bad |= {path: _badness(x, row) for path, x in changed if (row := _scan(x))}
         self._is_settled = True
 
     def forget(self) -> None:
@@ -154,12 +162,16 @@ class HeldTensors:
         if holder.next_scan > self._forwards + _INTERVAL * _BURST:
             return
         holder.next_scan = max(holder.next_scan, self._forwards) + _INTERVAL
-        before, row = holder.bad.get(path, 0), _scan(x)
+        row = _scan(x)
         if row is None:
             return
-        holder.bad[path] = _count(row)
-        if holder.bad[path] > before:
+        count_before, parts_before = holder.bad.get(path, (0, 0))
+        count, parts = holder.bad[path] = _badness(x, row)
+        if count > count_before:
             described = _C.describe(x) or ("float32", ())
+            new = indices(parts & ~parts_before, (described[1] or (1,))[0])
+            if new and count_before:
+                how = f"{how}, now also at index {new} of dimension 0"
             self._candidates.append(_Candidate(holder, path, how, row, described))
 
     def _look_at_blamed(self, place: SinglePlace, holder: _Holder, path: str) -> None:
@@ -197,7 +209,7 @@ class HeldTensors:
     def _add_statistic(self, place: SinglePlace, holder: _Holder) -> None:
         if place not in self._statistics:
             self._statistics[place] = holder
-            holder.bad |= {p: _count(row) for p, x in holder.tensors() if (row := _scan(x))}
+            holder.bad |= {p: _badness(x, row) for p, x in holder.tensors() if (row := _scan(x))}
 
     # -- once something is bad ---------------------------------------------------------------------
 
@@ -234,7 +246,8 @@ class HeldTensors:
                 continue
             for path, x in holder.tensors():
                 row = _scan(x)
-                if row and _count(row) and not holder.bad.get(path) and not self._was_bad(place):
+                was_bad = holder.bad.get(path, (0, 0))[0] or self._was_bad(place)
+                if row and _count(row) and not was_bad:
                     yield _Candidate(holder, path, _SPOILED, row, _C.describe(x) or ("float32", ()))
 
     def _was_bad(self, place: SinglePlace) -> bool:
@@ -267,6 +280,11 @@ def _count(row: bytes) -> int:
     """How many values are NaN or +Inf; -Inf may be a mask."""
     values = np.frombuffer(row, ROW)[0]
     return int(values["nan"] + values["posinf"])
+
+
+def _badness(x: torch.Tensor, row: bytes) -> tuple[int, int]:
+    count = _count(row)
+    return count, _C.bad_parts(x)[0] if count else 0
 
 
 def _tensors_in(x: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

@@ -54,9 +54,11 @@ class ParameterChanges:
     Args:
         registry: names of modules and parameters.
         table: what was scanned in this step.
+        is_on: False: parameters are not scanned, so nothing is told.
     """
 
-    def __init__(self, registry: Registry, table: Table) -> None:
+    def __init__(self, registry: Registry, table: Table, *, is_on: bool) -> None:
+        self._is_on = is_on
         self._registry = registry
         self._table = table
         self._ticket = table.last_ticket  # when it was last asked
@@ -84,7 +86,7 @@ class ParameterChanges:
 
         Nearly always none: nothing went bad since the last call.
         """
-        if self._table.last_ticket == self._ticket and not self._spoiled:
+        if not self._is_on or (self._table.last_ticket == self._ticket and not self._spoiled):
             return
         since, self._ticket = self._ticket, self._table.last_ticket
         steps = {place: step for step in self._steps.values() for _, place in step.watched}

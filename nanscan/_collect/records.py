@@ -129,6 +129,14 @@ class RecordQueue:
         """
         self._send(_Pending(sweep, self._tracker.step, context=context))
 
+    def add_untrained(self, sweep: Sweep, turn: Turn) -> None:
+        """Adds scans of a model that runs for the first time, and has them judged."""
+        with self.lock:
+            if self.may_be_bad:
+                self.look(turn)  # what other models did before comes first
+            self.add_sweep(sweep, is_untrained=True)
+            self.deliver()
+
     def end_step(
         self, turn: Turn, optimizer: Optimizer | None = None, outcome: Outcome | None = None
     ) -> bool:

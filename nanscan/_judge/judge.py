@@ -13,6 +13,7 @@ from nanscan._collect.snapshot import StepRecord
 from nanscan._data.finding import Finding
 from nanscan._data.places import ModulePlace
 from nanscan._data.site import Kind, Site
+from nanscan._data.text import indices
 from nanscan._judge.all_zero import Zeros
 from nanscan._judge.causes import causes, unlikely
 from nanscan._judge.episode import BadParts, Episode, Episodes
@@ -22,8 +23,6 @@ from nanscan._judge.near_limit import NearLimit
 from nanscan._judge.provenance import Provenance
 from nanscan._judge.step import StepVerdicts
 
-_PARTS = 64  # of dimension 0 that a row tells apart
-_SHOWN = 4  # samples
 _MAX_TOLD = 3  # new episodes of one step; more are in `findings`
 
 Group = list[int]  # rows with one root, in the order in which they went bad
@@ -393,11 +392,11 @@ def _spread(
 
 def _samples(parts: int, size: int) -> str:
     """Indices of dimension 0 in words."""
-    if size > _PARTS:
-        return f"other samples of {size:,}"
-    indices = [str(index) for index in range(size) if parts >> index & 1]
-    shown = ", ".join(indices[:_SHOWN]) + (", ..." if len(indices) > _SHOWN else "")
-    return f"sample{'s' * (len(indices) > 1)} {shown} of {size}"
+    shown = indices(parts, size)
+    is_one = parts.bit_count() == 1
+    return (
+        f"sample{'s' * (not is_one)} {shown} of {size}" if shown else f"other samples of {size:,}"
+    )
 
 
 def _complete(evidence: Evidence) -> Finding:

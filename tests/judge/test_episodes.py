@@ -263,6 +263,41 @@ def test_a_cache_that_is_bad_in_what_is_read_is_no_bad_batch(scope):
 
 
 @SCOPES
+def test_the_layer_that_reads_a_bad_cache_is_named(scope):
+    """A backbone whose caller hands in the caches of all its layers."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.o = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, cache, position):
+            cache[position] = self.q(x).mean(0)
+            return self.o(x + cache[: position + 1].sum(0))
+
+    class Backbone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x, caches, position):
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = layer(x, cache, position)
+            return x
+
+    model, caches = Backbone(), [torch.zeros(8, 4) for _ in range(3)]
+    monitor, told = watch(scope, model)
+    with torch.no_grad():
+        for position in range(4):
+            if position == 2:
+                caches[1][0] = NAN
+            model(batch(), caches, position)
+    assert told == [(2, "Backbone input[1][1]", "propagated")]
+    finding = next(f for f in monitor.findings if f.is_fault)
+    assert finding.how.endswith("inside of it they first show in layers.1.o input[0]")
+
+
+@SCOPES
 def test_room_in_a_cache_is_silent(scope):
     class Caches(nn.Module):
         def forward(self, x, cache, position):
