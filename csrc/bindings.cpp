@@ -18,6 +18,7 @@
 #include "cpu/scan.h"
 #include "cuda/results.h"
 #include "door.h"
+#include "held_states.h"
 #include "host_scan.h"
 #include "python_hooks.h"
 #include "scan_result.h"
@@ -107,6 +108,17 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (status != kOk) return PyLong_FromLong(status);
   if (!is_launched(view)) return scan_now(view, moments != 0).release().ptr();
   return guarded([&] { return py::cast(std::move(start_scans({view}, moments != 0).front())); });
+}
+
+// held_states(value, depth: int) -> bytes: id and version of each tensor, as int64.
+PyObject* held_states_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments(count, 2, 2)) return nullptr;
+  const long depth = PyLong_AsLong(args[1]);
+  if (depth == -1 && PyErr_Occurred()) return nullptr;
+  std::vector<int64_t> states;
+  add_states(args[0], static_cast<int>(depth), states);
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(states.data()),
+                                   static_cast<Py_ssize_t>(states.size() * sizeof(int64_t)));
 }
 
 // check(tensor, moments: bool) -> ScanResult, or a negative status.
@@ -270,7 +282,8 @@ py::object describe(py::handle tensor) {
                   static_cast<size_t>(view.user_dims()));
 }
 
-// bad_parts(tensor) -> bits of dimension 0, and its size; (0, 0) of what is not scanned on the host.
+// bad_parts(tensor) -> bits of dimension 0, and its size; (0, 0) of what is not scanned on the
+// host.
 std::pair<uint64_t, int64_t> bad_parts(py::handle tensor) {
   TensorView view;
   if (view_scannable(tensor.ptr(), view, LazyBits::kAlwaysAsk) != kOk || is_launched(view))
@@ -584,6 +597,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("bad_parts", &bad_parts);
   m.attr("scan_once") =
       builtin(method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
+  m.attr("held_states") =
+      builtin(method<held_states_raw>("held_states", "held_states(value, depth)"), m);
   m.def("initialize", &initialize);
   m.def("variants", &cpu::variants);
   m.def("variant", &cpu::variant);

@@ -42,6 +42,7 @@ class PendingScan:
     def ready(self) -> bool: ...
     def wait(self) -> bytes: ...
 
+def held_states(value: object, depth: int, /) -> bytes: ...  # raw; id and version, as int64
 def scan_once(tensor: object, moments: bool, /) -> bytes | PendingScan | int: ...  # raw
 
 class ResultBase:

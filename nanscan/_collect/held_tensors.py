@@ -40,7 +40,8 @@ _LONGEST_WAIT = 256  # forwards until new attributes are looked for
 # What changes before each forward, such as moving averages, is scanned in one of so many forwards.
 _INTERVAL, _BURST = 32, 8
 _OF_MODULES = frozenset(vars(nn.Module()))
-_OPAQUE = (nn.Module, nn.Parameter, torch.optim.Optimizer, type, str, bytes, int, float, complex)
+_PLAIN = (bool, int, float, str)
+_OPAQUE = (*_PLAIN, nn.Module, nn.Parameter, torch.optim.Optimizer, type, bytes, complex)
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class _Holder:
         key: its name in the module.
         owner: place of the module.
         buffer: place of a buffer; None: an attribute, with a place for each tensor in it.
-        states: of its tensors when the last forward ended, by path; None: not known.
+        states: of its tensors when the last forward ended; None: not known.
         bad: how many values were NaN or +Inf when they were last looked at, by path, and in which
             parts of dimension 0, as bits.
         next_scan: the number of the forward that pays for another scan.
@@ -62,14 +63,22 @@ class _Holder:
     key: str
     owner: ModulePlace
     buffer: SinglePlace | None
-    states: dict[str, tuple[int, int]] | None = None
+    states: bytes | None = None
     bad: dict[str, tuple[int, int]] = field(default_factory=dict)
     next_scan: int = 0
 
+    @property
+    def value(self) -> Any:
+        """What is there now."""
+        module = self.module()
+        if module is None:
+            return None
+        held = module.__dict__
+        return (held if self.buffer is None else held.get("_buffers", {})).get(self.key)
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Its tensors of now, by path."""
-        value = getattr(self.module(), self.key, None)
-        return list(itertools.islice(_tensors_in(value, self.key), _MAX_TENSORS))
+        return list(itertools.islice(_tensors_in(self.value, self.key), _MAX_TENSORS))
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,10 @@ class HeldTensors:
         for place, (holder, path) in list(self._blamed.items()):
             self._look_at_blamed(place, holder, path)
         for holder in self._holders.values() if self._is_settled else ():
-            self._look_for_changes(holder)
+            states = holder.states
+            if states is not None and states != _C.held_states(holder.value, _MAX_DEPTH):
+                for path, x in _changed(holder, states):
+                    self._look_into(holder, path, x, _CHANGED)
         if self._forwards >= self._next_search:
             self._search()
         self._forwards += 1
@@ -138,24 +150,17 @@ class HeldTensors:
             return  # what changes until it ends is not known to be the doing of other code
         is_bad = self._table.last_ticket != self._ticket_before
         for holder in self._holders.values():
-            pairs = holder.tensors()
-            before, holder.states = holder.states or {}, _states(pairs)
+            before, holder.states = holder.states, _C.held_states(holder.value, _MAX_DEPTH)
             if is_bad:  # the forward may have written bad values into it
-                changed = [(p, x) for p, x in pairs if holder.states[p] != before.get(p)]
-                holder.bad |= {path: _badness(x, row) for path, x in changed if (row := _scan(x))}
+                for path, x in _changed(holder, before):
+                    row = _scan(x)
+                    if row is not None:
+                        holder.bad[path] = _badness(x, row)
         self._is_settled = True
 
     def forget(self) -> None:
         """Forwards may have been missed."""
         self._is_settled = False
-
-    def _look_for_changes(self, holder: _Holder) -> None:
-        states = holder.states
-        if states is None:
-            return
-        for path, x in holder.tensors():
-            if states.get(path) != (id(x), version(x)):
-                self._look_into(holder, path, x, _CHANGED)
 
     def _look_into(self, holder: _Holder, path: str, x: torch.Tensor, how: str) -> None:
         """Makes a candidate of a tensor that holds more bad values than it did."""
@@ -192,7 +197,8 @@ class HeldTensors:
             elif isinstance(owner, ModulePlace):
                 self._add(_Holder(reference, key, owner, place))
         for module, owner in self._registry.modules():
-            for key in vars(module).keys() - _OF_MODULES if owner.watched else ():
+            found = [key for key, value in vars(module).items() if _may_hold_tensors(key, value)]
+            for key in found if owner.watched else ():
                 self._add(_Holder(weakref.ref(module), key, owner, None))
 
     def _add(self, holder: _Holder) -> None:
@@ -266,8 +272,16 @@ class HeldTensors:
 _NOTHING = np.zeros(1, ROW).tobytes()  # a scan of a tensor that is gone
 
 
-def _states(pairs: list[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, int]]:
-    return {path: (id(x), version(x)) for path, x in pairs}
+def _may_hold_tensors(key: str, value: Any) -> bool:
+    is_plain = value is None or isinstance(value, _PLAIN) or key in _OF_MODULES
+    return not is_plain and bool(_C.held_states(value, _MAX_DEPTH))
+
+
+def _changed(holder: _Holder, states: bytes | None) -> list[tuple[str, torch.Tensor]]:
+    """Tensors that are new, or were written, since their states were noted."""
+    numbers = np.frombuffer(states or b"", np.int64)
+    known: dict[int, int] = dict(zip(numbers[::2].tolist(), numbers[1::2].tolist(), strict=True))
+    return [(path, x) for path, x in holder.tensors() if known.get(id(x)) != version(x)]
 
 
 def _scan(x: torch.Tensor) -> bytes | None:
