@@ -8,23 +8,21 @@ only if other code has changed it since the last forward ended, as its version s
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from nanscan import _C
+from nanscan._collect.holders import Holder, attributes_of, next_search
 from nanscan._collect.names import Registry
 from nanscan._collect.newly_bad import NewlyBad
-from nanscan._collect.scanner import version
 from nanscan._collect.snapshot import Scans
 from nanscan._collect.table import Table
+from nanscan._data.kept import version
 from nanscan._data.places import ModulePlace, SinglePlace
 from nanscan._data.row import ROW
 from nanscan._data.text import indices
@@ -33,24 +31,15 @@ _CHANGED = "it was so before this forward: changed after the last one"
 _FROM_START = "it was so before its model first ran"
 _SPOILED = "changed between two steps, by no optimizer"
 
-_MAX_DEPTH = 3  # of containers in an attribute
-_MAX_TENSORS = 64  # in one attribute, and values in one container
-_MAX_FIELDS = 32  # of an object in an attribute; configurations have more
-_LONGEST_WAIT = 256  # forwards until new attributes are looked for
 # What changes before each forward, such as moving averages, is scanned in one of so many forwards.
 _INTERVAL, _BURST = 32, 8
-_OF_MODULES = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str)
-_OPAQUE = (*_PLAIN, nn.Module, nn.Parameter, torch.optim.Optimizer, type, bytes, complex)
 
 
 @dataclass(eq=False)
-class _Holder:
-    """A buffer or an attribute of a module.
+class _Held(Holder):
+    """A buffer or an attribute that is watched.
 
     Attributes:
-        module: the module.
-        key: its name in the module.
         owner: place of the module.
         buffer: place of a buffer; None: an attribute, with a place for each tensor in it.
         states: of its tensors when the last forward ended; None: not known.
@@ -59,33 +48,24 @@ class _Holder:
         next_scan: the number of the forward that pays for another scan.
     """
 
-    module: weakref.ref[nn.Module]
-    key: str
     owner: ModulePlace
     buffer: SinglePlace | None
     states: bytes | None = None
     bad: dict[str, tuple[int, int]] = field(default_factory=dict)
     next_scan: int = 0
 
-    @property
-    def value(self) -> Any:
-        """What is there now."""
-        module = self.module()
-        if module is None:
-            return None
-        held = module.__dict__
-        return (held if self.buffer is None else held.get("_buffers", {})).get(self.key)
-
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Its tensors of now, by path."""
-        return list(itertools.islice(_tensors_in(self.value, self.key), _MAX_TENSORS))
+    def changed(self, states: bytes | None) -> list[tuple[str, torch.Tensor]]:
+        """Tensors that are new, or were written, since their states were noted."""
+        numbers = np.frombuffer(states or b"", np.int64)
+        known = dict(zip(numbers[::2].tolist(), numbers[1::2].tolist(), strict=True))
+        return [(path, x) for path, x in self.tensors() if known.get(id(x)) != version(x)]
 
 
 @dataclass(frozen=True)
 class _Candidate:
     """A tensor that was bad before the forward that runs."""
 
-    holder: _Holder
+    holder: _Held
     path: str
     how: str
     row: bytes
@@ -105,12 +85,12 @@ class HeldTensors:
         self._is_on = is_on
         self._registry = registry
         self._table = table
-        self._holders: dict[tuple[ModulePlace, str], _Holder] = {}
+        self._holders: dict[tuple[ModulePlace, str], _Held] = {}
         # Running statistics change without a version. They are read in eval mode only, in which
         # no call changes them.
-        self._statistics: dict[SinglePlace, _Holder] = {}
+        self._statistics: dict[SinglePlace, _Held] = {}
         self._candidates: list[_Candidate] = []
-        self._blamed: dict[SinglePlace, tuple[_Holder, str]] = {}  # until they are fine
+        self._blamed: dict[SinglePlace, tuple[_Held, str]] = {}  # until they are fine
         self._mended: Scans = []
         self._running: set[int] = set()  # threads in a forward
         self._is_settled = False  # the last forward ended, and the states are those of then
@@ -133,8 +113,8 @@ class HeldTensors:
             self._look_at_blamed(place, holder, path)
         for holder in self._holders.values() if self._is_settled else ():
             states = holder.states
-            if states is not None and states != _C.held_states(holder.value, _MAX_DEPTH):
-                for path, x in _changed(holder, states):
+            if states is not None and states != holder.read_states():
+                for path, x in holder.changed(states):
                     self._look_into(holder, path, x, _CHANGED)
         if self._forwards >= self._next_search:
             self._search()
@@ -150,9 +130,9 @@ class HeldTensors:
             return  # what changes until it ends is not known to be the doing of other code
         is_bad = self._table.last_ticket != self._ticket_before
         for holder in self._holders.values():
-            before, holder.states = holder.states, _C.held_states(holder.value, _MAX_DEPTH)
+            before, holder.states = holder.states, holder.read_states()
             if is_bad:  # the forward may have written bad values into it
-                for path, x in _changed(holder, before):
+                for path, x in holder.changed(before):
                     row = _scan(x)
                     if row is not None:
                         holder.bad[path] = _badness(x, row)
@@ -162,7 +142,7 @@ class HeldTensors:
         """Forwards may have been missed."""
         self._is_settled = False
 
-    def _look_into(self, holder: _Holder, path: str, x: torch.Tensor, how: str) -> None:
+    def _look_into(self, holder: _Held, path: str, x: torch.Tensor, how: str) -> None:
         """Makes a candidate of a tensor that holds more bad values than it did."""
         if holder.next_scan > self._forwards + _INTERVAL * _BURST:
             return
@@ -179,7 +159,7 @@ class HeldTensors:
                 how = f"{how}, now also at index {new} of dimension 0"
             self._candidates.append(_Candidate(holder, path, how, row, described))
 
-    def _look_at_blamed(self, place: SinglePlace, holder: _Holder, path: str) -> None:
+    def _look_at_blamed(self, place: SinglePlace, holder: _Held, path: str) -> None:
         x = dict(holder.tensors()).get(path)
         row = _NOTHING if x is None else _scan(x)
         if row is not None and not _count(row):
@@ -189,19 +169,18 @@ class HeldTensors:
 
     def _search(self) -> None:
         """Finds buffers, and attributes with tensors, that are new."""
-        self._next_search += min(self._next_search + 1, _LONGEST_WAIT)
+        self._next_search = next_search(self._forwards)
         for reference, key, place in self._registry.buffer_owners():
             owner = place.parent
             if isinstance(owner, ModulePlace) and place.is_statistic:
-                self._add_statistic(place, _Holder(reference, key, owner, place))
+                self._add_statistic(place, _Held(reference, key, True, owner, place))
             elif isinstance(owner, ModulePlace):
-                self._add(_Holder(reference, key, owner, place))
+                self._add(_Held(reference, key, True, owner, place))
         for module, owner in self._registry.modules():
-            found = [key for key, value in vars(module).items() if _may_hold_tensors(key, value)]
-            for key in found if owner.watched else ():
-                self._add(_Holder(weakref.ref(module), key, owner, None))
+            for key in attributes_of(module) if owner.watched else ():
+                self._add(_Held(weakref.ref(module), key, False, owner, None))
 
-    def _add(self, holder: _Holder) -> None:
+    def _add(self, holder: _Held) -> None:
         key = holder.owner, holder.key
         pairs = [] if key in self._holders else holder.tensors()
         if not pairs:
@@ -212,7 +191,7 @@ class HeldTensors:
             for path, x in pairs:
                 self._look_into(holder, path, x, _FROM_START)
 
-    def _add_statistic(self, place: SinglePlace, holder: _Holder) -> None:
+    def _add_statistic(self, place: SinglePlace, holder: _Held) -> None:
         if place not in self._statistics:
             self._statistics[place] = holder
             holder.bad |= {p: _badness(x, row) for p, x in holder.tensors() if (row := _scan(x))}
@@ -272,18 +251,6 @@ class HeldTensors:
 _NOTHING = np.zeros(1, ROW).tobytes()  # a scan of a tensor that is gone
 
 
-def _may_hold_tensors(key: str, value: Any) -> bool:
-    is_plain = value is None or isinstance(value, _PLAIN) or key in _OF_MODULES
-    return not is_plain and bool(_C.held_states(value, _MAX_DEPTH))
-
-
-def _changed(holder: _Holder, states: bytes | None) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that are new, or were written, since their states were noted."""
-    numbers = np.frombuffer(states or b"", np.int64)
-    known: dict[int, int] = dict(zip(numbers[::2].tolist(), numbers[1::2].tolist(), strict=True))
-    return [(path, x) for path, x in holder.tensors() if known.get(id(x)) != version(x)]
-
-
 def _scan(x: torch.Tensor) -> bytes | None:
     """A scan of a tensor on the CPU; None of any other."""
     row = _C.scan_once(x, False) if x.device.type == "cpu" else None
@@ -299,29 +266,3 @@ def _count(row: bytes) -> int:
 def _badness(x: torch.Tensor, row: bytes) -> tuple[int, int]:
     count = _count(row)
     return count, _C.bad_parts(x)[0] if count else 0
-
-
-def _tensors_in(x: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Floating-point tensors in a value, with their paths; none that an optimizer may change."""
-    if isinstance(x, torch.Tensor):
-        if x.is_floating_point() and not x.requires_grad and type(x) is torch.Tensor:
-            yield path, x
-        return
-    if x is None or isinstance(x, _OPAQUE) or depth >= _MAX_DEPTH:
-        return
-    try:
-        parts = list(itertools.islice(_parts(x), _MAX_TENSORS))
-    except Exception:  # noqa: BLE001 - a container of the user's may raise anything
-        return
-    for label, value in parts:
-        yield from _tensors_in(value, path + label, depth + 1)
-
-
-def _parts(x: Any) -> Iterator[tuple[str, Any]]:
-    """What a container or an object holds, with labels."""
-    if isinstance(x, Mapping):
-        yield from ((f"[{key!r}]", value) for key, value in x.items())
-    elif isinstance(x, (tuple, list)):
-        yield from ((f"[{index}]", value) for index, value in enumerate(x))
-    elif hasattr(x, "__dict__") and len(vars(x)) <= _MAX_FIELDS and not callable(x):
-        yield from ((f".{key}", value) for key, value in vars(x).items())

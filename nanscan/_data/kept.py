@@ -20,26 +20,34 @@ PLAIN = frozenset(
 TENSORS = (torch.Tensor, nn.Parameter)
 
 
+def version(x: torch.Tensor) -> int:
+    """How often a tensor was changed in place; -1 where torch does not count."""
+    try:
+        return int(x._version)  # noqa: SLF001 - no public spelling
+    except RuntimeError:  # an inference tensor
+        return -1
+
+
 @dataclass(frozen=True)
 class KeptTensor:
     """A tensor that went into a call.
 
     Attributes:
         tensor: the tensor itself, not a copy.
-        version: its version then; None: torch counts none for it.
+        version: its version then; -1: torch counts none for it.
         path: where it lies in the arguments, such as "args[0]"; of a buffer "state_dict['name']".
         copy: what it held then, where calls of this module change it; None: it was not copied.
     """
 
     tensor: torch.Tensor
-    version: int | None
+    version: int
     path: str
     copy: torch.Tensor | None = None
 
     @property
     def is_changed(self) -> bool:
         """Whether it was written since; False where torch cannot tell."""
-        return self.version is not None and self.version != self.tensor._version  # noqa: SLF001
+        return self.version != version(self.tensor)
 
 
 @dataclass(frozen=True)
