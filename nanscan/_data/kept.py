@@ -36,7 +36,7 @@ class KeptTensor:
         tensor: the tensor itself, not a copy.
         version: its version then; -1: torch counts none for it.
         path: where it lies in the arguments, such as "args[0]"; of a buffer "state_dict['name']".
-        copy: what it held then, where calls of this module change it; None: it was not copied.
+        copy: what it held then, where calls may change it; None: it was not copied.
     """
 
     tensor: torch.Tensor
@@ -49,6 +49,16 @@ class KeptTensor:
         """Whether it was written since; False where torch cannot tell."""
         return self.version != version(self.tensor)
 
+    @property
+    def before(self) -> torch.Tensor | None:
+        """What it held when the call began; None where it was changed since and not copied.
+
+        Without a copy, a tensor of which torch counts no versions is taken as it is now.
+        """
+        if self.is_changed or self.version < 0:
+            return self.tensor if self.copy is None and self.version < 0 else self.copy
+        return self.tensor
+
 
 @dataclass(frozen=True)
 class KeptCall:
@@ -60,6 +70,8 @@ class KeptCall:
         args: positional arguments; containers are copies, with each tensor in a `KeptTensor`.
         kwargs: keyword arguments, likewise.
         buffers: the module's buffers, by their names in it.
+        attributes: what modules inside of it hold as plain attributes, tensors as in `args`, by
+            the names of the module and of the attribute.
         rng: states of random number generators.
         autocast: dtype by type of device, where autocast was on.
         notes: what is special about arguments, by path.
@@ -71,6 +83,7 @@ class KeptCall:
     args: Any
     kwargs: Any
     buffers: Mapping[str, KeptTensor]
+    attributes: Mapping[str, Mapping[str, Any]]
     rng: dict[str, Any]
     autocast: dict[str, torch.dtype]
     notes: Mapping[str, str]
