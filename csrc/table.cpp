@@ -77,6 +77,7 @@ void Table::scan_on_host(const TensorView& view, int index) {
   if (scan.nan || scan.posinf) {  // -Inf alone is mostly a mask, in every step
     const int64_t size = view.user_dims() > 0 ? view.logical.size[0] : 1;
     contexts_[index].note_bad_parts(cpu::nonfinite_parts(view), size);
+    ++bad_scans_;
   }
 }
 

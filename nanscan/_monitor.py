@@ -20,7 +20,7 @@ from nanscan._collect.inputs import KeptInputs
 from nanscan._collect.names import Registry
 from nanscan._collect.schedule import Schedule
 from nanscan._collect.skip_step import SkipStep
-from nanscan._collect.snapshot import StepRecord
+from nanscan._collect.snapshot import Snapshot, StepRecord
 from nanscan._collect.table import Table
 from nanscan._data.finding import Finding, Located
 from nanscan._data.location import Location
@@ -246,6 +246,10 @@ class Monitor:
     def has_news(self) -> bool:
         """Whether a record matters in which no row is notable."""
         return bool(self._ahead or self._to_report) or self._judge.is_waiting
+
+    def knows(self, rows: Snapshot) -> bool:
+        """Whether all that is notable is known to mean nothing, as masks do."""
+        return self._judge.knows(rows)
 
     def on_clean_step(self, step: int) -> None:
         """Nothing was notable, and nothing is remembered that could be over."""

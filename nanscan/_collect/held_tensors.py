@@ -96,7 +96,8 @@ class HeldTensors:
         self._is_settled = False  # the last forward ended, and the states are those of then
         self._forwards = 0
         self._next_search = 0
-        self._ticket = self._ticket_before = table.last_ticket
+        self._is_bad = False  # something went bad in the forward at hand
+        self._ticket = table.last_ticket  # when it was last asked
 
     # -- around each forward -----------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class HeldTensors:
         thread = threading.get_ident()
         self._is_settled &= not self._running - {thread}
         self._running.add(thread)
-        self._ticket_before = self._table.last_ticket
+        self._is_bad = False
         for place, (holder, path) in list(self._blamed.items()):
             self._look_at_blamed(place, holder, path)
         for holder in self._holders.values() if self._is_settled else ():
@@ -122,16 +123,15 @@ class HeldTensors:
         self._is_settled = False
 
     def after_forward(self) -> None:
-        """An outermost module returned."""
+        """An outermost module returned, and `look` was called."""
         if not self._is_on:
             return
         self._running.discard(threading.get_ident())
         if self._running:
             return  # what changes until it ends is not known to be the doing of other code
-        is_bad = self._table.last_ticket != self._ticket_before
         for holder in self._holders.values():
             before, holder.states = holder.states, holder.read_states()
-            if is_bad:  # the forward may have written bad values into it
+            if self._is_bad:  # the forward may have written bad values into it
                 for path, x in holder.changed(before):
                     row = _scan(x)
                     if row is not None:
@@ -209,7 +209,11 @@ class HeldTensors:
         if self._table.last_ticket == self._ticket:
             return
         since, self._ticket = self._ticket, self._table.last_ticket
-        makers = NewlyBad(self._table, since).makers()
+        newly = NewlyBad(self._table, since)
+        if not newly:
+            return
+        self._is_bad = True
+        makers = newly.makers()
         scans: dict[str, Scans] = {}
         for candidate in (*self._candidates, *self._bad_statistics(makers)):
             holder = candidate.holder

@@ -29,6 +29,10 @@ class NewlyBad:
         self._rows = {node.row for node in self._tickets}
         self._new = [node for node, ticket in self._tickets.items() if ticket > since]
 
+    def __bool__(self) -> bool:
+        """Whether there are new ones."""
+        return bool(self._new)
+
     @property
     def is_of_backward(self) -> bool:
         """Whether something new may have come up after a forward in which all was fine."""

@@ -114,6 +114,8 @@ class ParameterChanges:
 
     def _suspects(self, since: int) -> list[tuple[torch.Tensor, ParameterPlace]]:
         wanted = self._places(since) | self._spoiled
+        if not wanted:
+            return []
         return [
             (parameter, place)
             for parameter, place in self._registry.live_parameters()
@@ -123,6 +125,8 @@ class ParameterChanges:
     def _places(self, since: int) -> set[ParameterPlace]:
         """Parameters used where something went bad after a ticket was taken."""
         newly = NewlyBad(self._table, since)
+        if not newly:
+            return set()
         if newly.is_of_backward:
             return {place for _, place in self._registry.live_parameters()}
         return set(self._own_parameters(newly.owners()))

@@ -37,6 +37,10 @@ class Consumer(Protocol):
         """Whether a record matters in which no row is notable: something may have recovered."""
         raise NotImplementedError
 
+    def knows(self, rows: Snapshot) -> bool:
+        """Whether all that is notable is known to mean nothing, as masks do."""
+        raise NotImplementedError
+
     def on_record(self, record: StepRecord) -> None:
         """All that is known of a step, or of a part of one. Records come in order."""
 
@@ -240,7 +244,8 @@ class RecordQueue:
         if not isinstance(pending.rows, Sweep):  # which shows nothing of the table
             self._delivered_ticket = self._table.last_ticket
         self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
-        if rows.notable or skips or self._consumer.has_news:
+        is_notable = bool(rows.notable) and not (pending.is_whole and self._consumer.knows(rows))
+        if is_notable or skips or self._consumer.has_news:
             self._consumer.on_record(self._record(pending, rows, skips))
         elif pending.is_whole:  # nearly every step; a record would cost more than the rest
             self._consumer.on_clean_step(pending.step)

@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 
-from nanscan._collect.snapshot import StepRecord
+from nanscan._collect.snapshot import Snapshot, StepRecord
 from nanscan._data.finding import Finding
 from nanscan._data.places import ModulePlace
+from nanscan._data.row import Rows
 from nanscan._data.site import Kind, Site
 from nanscan._data.text import indices
 from nanscan._judge.all_zero import Zeros
@@ -25,6 +26,7 @@ from nanscan._judge.step import StepVerdicts
 
 _MAX_TOLD = 3  # new episodes of one step; more are in `findings`
 
+Mask = tuple[int, ...]
 Group = list[int]  # rows with one root, in the order in which they went bad
 
 
@@ -65,6 +67,7 @@ class Judge:
         self._episodes = Episodes()
         self._lasting = Lasting()
         self._tolerated: set[int] = set()  # rows that were bad in a step and led to nothing
+        self._masks: dict[int, Mask] = {}  # of these, those that hold -Inf alone, as they were
         self._noted: set[int] = set()  # roots of which a note was given
         self._zeros = Zeros()
         self._near = NearLimit(near_limit)
@@ -84,6 +87,11 @@ class Judge:
         return bool(
             self._episodes or self._near.rows or self._lasting.unset.keys() - self._tolerated
         )
+
+    def knows(self, rows: Snapshot) -> bool:
+        """Whether all that is notable in a step are masks that were harmless before."""
+        masks = self._masks
+        return all(row in masks and masks[row] == _mask(rows.rows, row) for row in rows.notable)
 
     def judge(self, record: StepRecord) -> list[Finding]:
         """What is new in a step, in the order in which it happened; complete findings."""
@@ -170,6 +178,9 @@ class Judge:
                     notes.append(group)
             if (is_silent or is_note) and record.is_whole:
                 self._tolerated.update(group)
+            if is_silent and record.is_whole:
+                is_kept = {row for row in group if record.nodes[row].kind.is_saved}
+                self._masks |= {row: _mask(record.rows, row) for row in {*group} - is_kept}
         return faults, notes
 
     # -- faults ------------------------------------------------------------------------------------
@@ -338,6 +349,12 @@ class _Report:
     news: Literal["", "new", "again"] = ""
     addition: str = ""
     how: str = ""
+
+
+def _mask(rows: Rows, row: int) -> Mask:
+    """What makes of a row a mask: as long as it stays, so does what is known of it."""
+    values = rows[row]
+    return tuple(int(values[name]) for name in ("nan", "posinf", "min_key", "max_key"))
 
 
 def _skipped(

@@ -10,6 +10,7 @@ from torch import nn
 
 import nanscan
 from helpers.models import INF, NAN, SCOPES, Do, Net, batch, enable, infer, set_nan, sgd, train
+from nanscan import _monitor
 
 
 def watch(scope, model, **options):
@@ -372,6 +373,41 @@ def test_a_mask_that_a_module_returns_is_silent(scope):
     train(model, sgd(model), [torch.randn(2, 5, 4) for _ in range(2)])
     assert monitor.findings == []
     assert monitor.healthy
+
+
+@SCOPES
+def test_a_mask_that_is_known_is_not_judged_again(scope, monkeypatch):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return (self.fc(x) @ x.mT + mask).softmax(-1) @ x
+
+    judged = []
+    judge = _monitor.Judge.judge
+    monkeypatch.setattr(
+        _monitor.Judge, "judge", lambda self, r: judged.append(r.step) or judge(self, r)
+    )
+    model, mask = Masked(), torch.full((3, 3), -INF).triu(1)
+    _, told = watch(scope, model)
+    optimizer = sgd(model)
+
+    def step(mask):
+        optimizer.zero_grad()
+        model(batch(), mask).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step(mask)
+    assert judged == [0]
+    assert told == []
+    step(mask.masked_fill(mask == 0, 1.0))  # another one
+    assert judged == [0, 5]
+    step(torch.full((3, 3), -INF))  # leaves nothing
+    assert judged == [0, 5, 6]
+    assert told[0] == (6, "Masked output", "origin")
 
 
 # -- buffers ---------------------------------------------------------------------------------------
