@@ -241,6 +241,17 @@ std::vector<int> merge_arrival(Arrival& arrival, ByteArray rows, OrderArray orde
   return arrival.merge_into(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
+// turned_to_zero(rows, order) -> rows of a whole step, complete by now, that turned to 0.
+std::vector<int> turned_to_zero(Table& table, const ByteArray& rows, const OrderArray& order) {
+  const int count = static_cast<int>(order.size());
+  expect_size(rows, order, std::min(count, table.size()));
+  std::vector<int> found;
+  for (int i = 0; i < count; ++i)
+    if (order.at(i) != 0 && table.turned_to_zero(i, reinterpret_cast<const Row*>(rows.data())[i]))
+      found.push_back(i);
+  return found;
+}
+
 // torch's names, by DType.
 constexpr const char* kDTypeNames[] = {
 #define NANSCAN_NAME(dtype, torch_name, ...) #torch_name,
@@ -330,6 +341,8 @@ void define_table(py::module_& m) {
            [](const Table& table, int row) { return context_of(table, row).latest_order; })
       .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert(),
            py::arg("reset") = true)
+      .def("turned_to_zero", &turned_to_zero, py::arg("rows").noconvert(),
+           py::arg("order").noconvert())
       .def("describe", [](const Table& table,
                           int row) { return as_tuple(context_of(table, row).description.get()); })
       .def("bad_parts",

@@ -76,6 +76,10 @@ class Table {
   std::unique_ptr<Arrival> snapshot(Row* rows, uint64_t* order, bool reset,
                                     std::vector<int>& notable);
 
+  // Counts the steps in which a visited row was not all 0, from the complete row of a step. Whether
+  // it is, after kSteadySteps in which it was not. `snapshot` asks if nothing comes from devices.
+  bool turned_to_zero(int index, const Row& row);
+
   // Merges one scan that was made elsewhere, because the tensor's device has no kernels.
   void merge(int index, const Row& scan, DType dtype, bool is_complex,
              const std::vector<int64_t>& shape);

@@ -36,6 +36,7 @@ class Snapshot:
         describe: dtype and shape of what was scanned into a row; None for none.
         arrival: rows that are still on their way.
         is_to_keep: it is to become part of the history once it is complete.
+        is_whole: nothing more comes into these rows.
     """
 
     rows: Rows
@@ -44,6 +45,7 @@ class Snapshot:
     describe: Describe
     arrival: _C.Arrival | None = None
     is_to_keep: bool = False
+    is_whole: bool = False
 
     def ready(self) -> bool:
         """Whether all rows arrived. Never blocks."""

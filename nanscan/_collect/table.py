@@ -99,7 +99,7 @@ class Table:
             return None
         notable, arrival = taken
         describe = self.core.describe if arrival is None else arrival.describe
-        return Snapshot(rows, order, notable, describe, arrival, keep)
+        return Snapshot(rows, order, notable, describe, arrival, keep, is_whole=reset)
 
     def complete(self, step: int, item: Snapshot | Sweep) -> Snapshot:
         """A snapshot with all its rows, in the history if it belongs there.
@@ -110,7 +110,10 @@ class Table:
             return self._swept(item)
         if item.arrival is not None:
             item.arrival.wait()
-            item.notable = item.arrival.merge_into(item.rows.view(np.uint8), item.order)
+            memory = item.rows.view(np.uint8)
+            item.notable = item.arrival.merge_into(memory, item.order)
+            if item.is_whole:
+                item.notable += self.core.turned_to_zero(memory, item.order)
             item.arrival = None  # its memory is free again; `describe` keeps the rest
         if item.is_to_keep:
             with self._lock:

@@ -27,6 +27,7 @@ SUITES = {
         "collect/test_arguments.py",
         "collect/test_optimizers.py",
         "judge/test_judge.py",
+        "judge/test_all_zero.py",
         "test_monitor.py",
     ),
     "op by op": tuple(sorted(TESTS.glob("locate/test_locate*.py"))),
