@@ -9,8 +9,9 @@ BUILD := requirements-test.txt pyproject.toml setup.py csrc/CMakeLists.txt $(CPP
 demo: .venv/demo
 	$(BIN)/python -m nanscan demo
 
+# Each file runs in one process, as its fixtures want, and the slow ones first.
 test: .venv/test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 bench: .venv/bench
 	$(BIN)/python benchmarks/run_all.py
