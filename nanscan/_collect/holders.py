@@ -16,7 +16,7 @@ from nanscan import _C
 _MAX_DEPTH = 3  # of containers in an attribute
 _MAX_TENSORS = 64  # in one attribute, and values in one container
 _MAX_FIELDS = 32  # of an object in an attribute; configurations have more
-_LONGEST_WAIT = 256  # forwards until new attributes are looked for
+_SECOND_WAIT, _LONGEST_WAIT = 7, 256  # forwards until new attributes are looked for
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
 _OPAQUE = (*_PLAIN, nn.Module, nn.Parameter, torch.optim.Optimizer, type, bytes, complex)
@@ -56,17 +56,25 @@ class Holder:
 
 def attributes_of(module: nn.Module) -> list[str]:
     """Names of a module's own plain attributes that hold tensors."""
+    held = vars(module)
+    if len(held) == len(_OF_MODULES):  # quickly, since most modules are like that
+        return []
     return [
         key
-        for key, value in vars(module).items()
-        if not (value is None or isinstance(value, _PLAIN) or key in _OF_MODULES)
+        for key, value in held.items()
+        if key not in _OF_MODULES
+        and value is not None
+        and not isinstance(value, _PLAIN)
         and _C.held_states(value, _MAX_DEPTH)
     ]
 
 
 def next_search(forwards: int) -> int:
-    """After which forward attributes are to be looked for again: a search takes 1 ms or two."""
-    return forwards + min(forwards + 1, _LONGEST_WAIT)
+    """After how many forwards attributes are to be looked for again. A search takes 1 us a module.
+
+    After the first forward, which may make caches, then at growing intervals.
+    """
+    return forwards + min(max(forwards, _SECOND_WAIT), _LONGEST_WAIT) if forwards else 1
 
 
 def _tensors_in(x: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
