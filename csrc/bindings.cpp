@@ -121,6 +121,18 @@ PyObject* held_states_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
                                    static_cast<Py_ssize_t>(states.size() * sizeof(int64_t)));
 }
 
+// keys_with_tensors(dict, less: frozenset, depth: int) -> list[str]
+PyObject* keys_with_tensors_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments(count, 3, 3)) return nullptr;
+  const long depth = PyLong_AsLong(args[2]);
+  if (depth == -1 && PyErr_Occurred()) return nullptr;
+  if (!PyDict_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "nanscan: expected a dict");
+    return nullptr;
+  }
+  return keys_with_tensors(args[0], args[1], static_cast<int>(depth));
+}
+
 // check(tensor, moments: bool) -> ScanResult, or a negative status.
 PyObject* check_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expect_arguments(count, 2, 2)) return nullptr;
@@ -612,6 +624,9 @@ PYBIND11_MODULE(_C, m) {
       builtin(method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
   m.attr("held_states") =
       builtin(method<held_states_raw>("held_states", "held_states(value, depth)"), m);
+  m.attr("keys_with_tensors") = builtin(
+      method<keys_with_tensors_raw>("keys_with_tensors", "keys_with_tensors(dict, less, depth)"),
+      m);
   m.def("initialize", &initialize);
   m.def("variants", &cpu::variants);
   m.def("variant", &cpu::variant);

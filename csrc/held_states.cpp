@@ -32,6 +32,12 @@ int64_t version_of(PyObject* tensor) {
   return value;
 }
 
+bool is_number_or_text(PyObject* value) {
+  return value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value);
+}
+
+bool is_empty_dict(PyObject* value) { return PyDict_Check(value) && PyDict_GET_SIZE(value) == 0; }
+
 // Calls f with each of the first items, which stay alive meanwhile: other threads may run.
 template <typename F>
 void for_each(PyObject* items, F f) {
@@ -65,8 +71,7 @@ void add_states(PyObject* value, int depth, std::vector<int64_t>& states) {
   if (is_plain_tensor(value)) {
     states.push_back(static_cast<int64_t>(reinterpret_cast<intptr_t>(value)));
     states.push_back(version_of(value));
-  } else if (depth == 0 || value == Py_None || PyLong_Check(value) || PyFloat_Check(value) ||
-             PyUnicode_Check(value)) {
+  } else if (depth == 0 || is_number_or_text(value)) {
     return;
   } else if (PyTuple_Check(value) || PyList_Check(value)) {
     for_each(value, [&](PyObject* item) { add_states(item, depth - 1, states); });
@@ -75,6 +80,30 @@ void add_states(PyObject* value, int depth, std::vector<int64_t>& states) {
   } else if (!PyCallable_Check(value)) {  // no module
     add_fields(value, depth - 1, states);
   }
+}
+
+PyObject* keys_with_tensors(PyObject* dict, PyObject* less, int depth) {
+  PyObject* keys = PyList_New(0);
+  PyObject* items = keys ? PyDict_Copy(dict) : nullptr;  // other threads may run
+  std::vector<int64_t> states;
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  int failed = items ? 0 : -1;
+  while (failed == 0 && PyDict_Next(items, &position, &key, &value)) {
+    if (is_number_or_text(value) || is_empty_dict(value)) continue;
+    const int is_left_out = PySet_Contains(less, key);
+    if (is_left_out != 0) {
+      failed = is_left_out < 0 ? -1 : 0;
+      continue;
+    }
+    states.clear();
+    add_states(value, depth, states);
+    if (!states.empty()) failed = PyList_Append(keys, key);
+  }
+  Py_XDECREF(items);
+  if (failed == 0) return keys;
+  Py_XDECREF(keys);
+  return nullptr;
 }
 
 }  // namespace nanscan

@@ -14,4 +14,8 @@ namespace nanscan {
 // object with few fields, at most `depth` deep. The version is -1 where torch counts none.
 void add_states(PyObject* value, int depth, std::vector<int64_t>& states);
 
+// The keys of a module's __dict__ under which there are tensors, less those in a set: a new list,
+// or null with an error.
+PyObject* keys_with_tensors(PyObject* dict, PyObject* less, int depth);
+
 }  // namespace nanscan

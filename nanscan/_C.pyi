@@ -43,6 +43,7 @@ class PendingScan:
     def wait(self) -> bytes: ...
 
 def held_states(value: object, depth: int, /) -> bytes: ...  # raw; id and version, as int64
+def keys_with_tensors(held: dict[str, Any], less: frozenset[str], depth: int, /) -> list[str]: ...
 def scan_once(tensor: object, moments: bool, /) -> bytes | PendingScan | int: ...  # raw
 
 class ResultBase:

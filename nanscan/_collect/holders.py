@@ -18,8 +18,7 @@ _MAX_TENSORS = 64  # in one attribute, and values in one container
 _MAX_FIELDS = 32  # of an object in an attribute; configurations have more
 _SECOND_WAIT, _LONGEST_WAIT = 7, 256  # forwards until new attributes are looked for
 _OF_MODULES = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str)
-_OPAQUE = (*_PLAIN, nn.Module, nn.Parameter, torch.optim.Optimizer, type, bytes, complex)
+_OPAQUE = (nn.Module, nn.Parameter, torch.optim.Optimizer, type, str, bytes, int, float, complex)
 
 
 @dataclass(eq=False)
@@ -56,21 +55,11 @@ class Holder:
 
 def attributes_of(module: nn.Module) -> list[str]:
     """Names of a module's own plain attributes that hold tensors."""
-    held = vars(module)
-    if len(held) == len(_OF_MODULES):  # quickly, since most modules are like that
-        return []
-    return [
-        key
-        for key, value in held.items()
-        if key not in _OF_MODULES
-        and value is not None
-        and not isinstance(value, _PLAIN)
-        and _C.held_states(value, _MAX_DEPTH)
-    ]
+    return _C.keys_with_tensors(vars(module), _OF_MODULES, _MAX_DEPTH)
 
 
 def next_search(forwards: int) -> int:
-    """After how many forwards attributes are to be looked for again. A search takes 1 us a module.
+    """After how many forwards attributes are to be looked for again.
 
     After the first forward, which may make caches, then at growing intervals.
     """
