@@ -16,7 +16,7 @@ from nanscan import _C
 _MAX_DEPTH = 3  # of containers in an attribute
 _MAX_TENSORS = 64  # in one attribute, and values in one container
 _MAX_FIELDS = 32  # of an object in an attribute; configurations have more
-_SECOND_WAIT, _LONGEST_WAIT = 7, 256  # forwards until new attributes are looked for
+_SECOND_WAIT, _LONGEST_WAIT = 15, 256  # forwards until new attributes are looked for
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OPAQUE = (nn.Module, nn.Parameter, torch.optim.Optimizer, type, str, bytes, int, float, complex)
 
