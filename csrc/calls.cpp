@@ -152,9 +152,9 @@ bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
 }
 
 bool Calls::visit_all(Module& module, const Arguments& arguments, bool outermost) {
-  const uint32_t ticket = table_.last_ticket();
+  const uint64_t bad_scans = table_.bad_scans();
   if (!visit_inputs(module, arguments) || !visit_keywords(module, arguments)) return false;
-  if (!outermost || table_.last_ticket() == ticket) return true;
+  if (!outermost || table_.bad_scans() == bad_scans) return true;
   PyObject* args = arguments.tuple();
   PyObject* kwargs = args ? arguments.dict() : nullptr;
   const bool done =

@@ -20,7 +20,7 @@ from nanscan._collect.inputs import KeptInputs
 from nanscan._collect.names import Registry
 from nanscan._collect.schedule import Schedule
 from nanscan._collect.skip_step import SkipStep
-from nanscan._collect.snapshot import StepRecord
+from nanscan._collect.snapshot import Snapshot, StepRecord
 from nanscan._collect.table import Table
 from nanscan._data.finding import Finding, Located
 from nanscan._data.location import Location
@@ -255,6 +255,10 @@ class Monitor:
         """The count begins anew, unless something was told: no two steps of findings are alike."""
         self._told = -1
         return not (self._found or self._ahead)
+
+    def knows(self, rows: Snapshot) -> bool:
+        """Whether all that is notable is known to mean nothing, as masks do."""
+        return self._judge.knows(rows)
 
     def on_clean_step(self, step: int) -> None:
         """Nothing was notable, and nothing is remembered that could be over."""

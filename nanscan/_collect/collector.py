@@ -15,6 +15,7 @@ from nanscan._collect import torch_events
 from nanscan._collect.backward_order import BackwardOrder
 from nanscan._collect.closures import Closure, closure_of, with_closure
 from nanscan._collect.costs import CostMeter
+from nanscan._collect.held_tensors import HeldTensors
 from nanscan._collect.inputs import KeptInputs
 from nanscan._collect.listener import Listener, StepArguments
 from nanscan._collect.modules import ModuleCalls, is_recomputing, is_tracing, running_node
@@ -79,7 +80,8 @@ class Collector(Listener):
         self._order = BackwardOrder(lambda parameter: registry.parameter(parameter, ""))
         self.optimizers = Optimizers(registry, table, self._order)
         self._parameters = ParameterScans(registry, self._scanner, self.optimizers, kinds)
-        self._changes = ParameterChanges(registry, table)
+        self._changes = ParameterChanges(registry, table, is_on=Kind.PARAM in kinds)
+        self._held = HeldTensors(registry, table, is_on=Kind.BUFFER in kinds)
         self._meter = CostMeter(
             self.calls.core,
             table.core,
@@ -114,6 +116,7 @@ class Collector(Listener):
         torch_events.listen(self)
         self.calls.set_attached(attached=True)
         self._meter.lap()  # a pause is no part of a step
+        self._held.forget()
         self._order.resume()
 
     def close(self) -> None:
@@ -143,17 +146,13 @@ class Collector(Listener):
     def on_first_call(self, place: ModulePlace) -> None:
         """What do the parameters of a model hold before it first runs?"""
         sweep = self._parameters.sweep(place)
-        if sweep is None:
-            return
-        with self.records.lock:
-            if self.records.may_be_bad:
-                self.records.look(self.turn)  # what other models did before comes first
-            self.records.add_sweep(sweep, is_untrained=True)
-            self.records.deliver()
+        if sweep is not None:
+            self.records.add_untrained(sweep, self.turn)
 
     def on_before_forward(self, place: ModulePlace) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
         self._act(self.tracker.on_before_forward(place))
+        self._held.before_forward()
         self._consumer.on_forward_start(self.tracker.step)
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -170,6 +169,7 @@ class Collector(Listener):
     def on_after_forward(self, place: ModulePlace) -> None:
         """Ends the step if no optimizer will."""
         self._look_for_changes()
+        self._held.after_forward()
         with_gradients = torch.is_grad_enabled()
         self._ran |= with_gradients
         if self._table.on_device:
@@ -195,11 +195,10 @@ class Collector(Listener):
         return self.calls.is_attached and kind in self._kinds and self.turn.period > 0
 
     def _look_for_changes(self) -> None:
-        """Has a parameter gone bad since its last scan? Asked as soon as something else has."""
-        if Kind.PARAM in self._kinds:
-            for how, scans in self._changes.look():
-                with self.records.lock:  # what these made bad is judged after them
-                    self.records.add_sweep(Sweep(scans, is_selective=False), spoiled=how)
+        """Has what modules hold gone bad since its last scan? Asked once something else has."""
+        for how, scans in (*self._changes.look(), *self._held.look()):
+            with self.records.lock:  # what these made bad is judged after them
+                self.records.add_sweep(Sweep(scans, is_selective=False), spoiled=how)
 
     # -- backward --------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from nanscan._collect import door
 from nanscan._collect.listener import Listener
 from nanscan._collect.names import Registry
 from nanscan._collect.output_gradients import OutputGradients
-from nanscan._collect.scanner import Scanner, tensors, version
+from nanscan._collect.scanner import Scanner, tensors
 from nanscan._collect.schedule import Turn
+from nanscan._data.kept import version
 from nanscan._data.places import ModulePlace, Node
 from nanscan._data.site import Kind
 

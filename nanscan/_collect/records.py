@@ -41,6 +41,10 @@ class Consumer(Protocol):
         """The first optimizer is seen. Returns whether steps may be counted anew from here."""
         raise NotImplementedError
 
+    def knows(self, rows: Snapshot) -> bool:
+        """Whether all that is notable is known to mean nothing, as masks do."""
+        raise NotImplementedError
+
     def on_record(self, record: StepRecord) -> None:
         """All that is known of a step, or of a part of one. Records come in order."""
 
@@ -139,6 +143,14 @@ class RecordQueue:
             **context: fields of the record.
         """
         self._send(_Pending(sweep, self._tracker.step, context=context))
+
+    def add_untrained(self, sweep: Sweep, turn: Turn) -> None:
+        """Adds scans of a model that runs for the first time, and has them judged."""
+        with self.lock:
+            if self.may_be_bad:
+                self.look(turn)  # what other models did before comes first
+            self.add_sweep(sweep, is_untrained=True)
+            self.deliver()
 
     def end_step(
         self, turn: Turn, optimizer: Optimizer | None = None, outcome: Outcome | None = None
@@ -244,7 +256,8 @@ class RecordQueue:
         if not isinstance(pending.rows, Sweep):  # which shows nothing of the table
             self._delivered_ticket = self._table.last_ticket
         self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
-        if rows.notable or skips or self._consumer.has_news:
+        is_notable = bool(rows.notable) and not (pending.is_whole and self._consumer.knows(rows))
+        if is_notable or skips or self._consumer.has_news:
             self._consumer.on_record(self._record(pending, rows, skips))
         elif pending.is_whole:  # nearly every step; a record would cost more than the rest
             self._consumer.on_clean_step(pending.step)

@@ -42,6 +42,7 @@ class Snapshot:
         bad_counts: of a bad row, those of its first bad call, where they are known.
         arrival: rows that are still on their way.
         is_to_keep: it is to become part of the history once it is complete.
+        is_whole: nothing more comes into these rows.
     """
 
     rows: Rows
@@ -51,6 +52,7 @@ class Snapshot:
     bad_counts: BadCounts = _unknown_counts
     arrival: _C.Arrival | None = None
     is_to_keep: bool = False
+    is_whole: bool = False
 
     def ready(self) -> bool:
         """Whether all rows arrived. Never blocks."""

@@ -100,7 +100,14 @@ class Table:
         notable, arrival = taken
         source = self.core if arrival is None else arrival
         return Snapshot(
-            rows, order, notable, source.describe, source.bad_counts, arrival, is_to_keep=keep
+            rows,
+            order,
+            notable,
+            source.describe,
+            source.bad_counts,
+            arrival,
+            is_to_keep=keep,
+            is_whole=reset,
         )
 
     def complete(self, step: int, item: Snapshot | Sweep) -> Snapshot:
@@ -112,7 +119,10 @@ class Table:
             return self._swept(item)
         if item.arrival is not None:
             item.arrival.wait()
-            item.notable = item.arrival.merge_into(item.rows.view(np.uint8), item.order)
+            memory = item.rows.view(np.uint8)
+            item.notable = item.arrival.merge_into(memory, item.order)
+            if item.is_whole:
+                item.notable += self.core.turned_to_zero(memory, item.order)
             item.arrival = None  # its memory is free again; `describe` keeps the rest
         if item.is_to_keep:
             with self._lock:

@@ -93,7 +93,7 @@ class StepVerdicts:
             return _Conclusion("origin", self._record.spoiled)
         if row in self._provenance.handed_in:
             # A cache is no batch: what is bad in it may come from an earlier call.
-            memory = ", in memory that the model writes into" if node.is_written else ""
+            memory = self._memory(row) if node.is_written else ""
             how = f"the caller gave it non-finite values{memory}"
             return _Conclusion("propagated", how, from_outside=not node.is_written)
         if self._provenance.sources.get(row):
@@ -107,6 +107,15 @@ class StepVerdicts:
             return _Conclusion("origin", how, self._between(row))
         between = self._between(row) if node.kind.is_gradient else None
         return _Conclusion("origin", "made here", between)
+
+    def _memory(self, row: int) -> str:
+        """Of memory that was handed in, in which module its bad values first show."""
+        nodes, roots = self._record.nodes, self._provenance.roots
+        place, root = nodes[row].place, roots[row]
+        inside = (r for r in self._provenance.bad if roots[r] == root and nodes[r].place != place)
+        first = next(inside, None)
+        shows = "" if first is None else f"; inside of it they first show in {nodes[first].site}"
+        return f", in memory that the model writes into{shows}"
 
     def _unscanned_before(self, row: int) -> list[Site]:
         """Outputs that a full step scans between this row and the last finite one before it."""

@@ -29,6 +29,7 @@ SUITES = {
         "collect/test_steps.py",
         "judge/test_bad_calls.py",
         "judge/test_judge.py",
+        "judge/test_all_zero.py",
         "test_monitor.py",
     ),
     "op by op": tuple(sorted(TESTS.glob("locate/test_locate*.py"))),
