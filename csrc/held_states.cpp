@@ -7,7 +7,7 @@
 namespace nanscan {
 namespace {
 
-constexpr Py_ssize_t kMostItems = 64;
+constexpr Py_ssize_t kMostItems = 256;
 constexpr Py_ssize_t kMostFields = 32;
 
 int64_t version_of(PyObject* tensor) {

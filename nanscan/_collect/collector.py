@@ -149,10 +149,10 @@ class Collector(Listener):
         if sweep is not None:
             self.records.add_untrained(sweep, self.turn)
 
-    def on_before_forward(self, place: ModulePlace) -> None:
+    def on_before_forward(self, place: ModulePlace, args: Any, kwargs: Any) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
         self._act(self.tracker.on_before_forward(place))
-        self._held.before_forward()
+        self._held.before_forward(place, args, kwargs)
         self._consumer.on_forward_start(self.tracker.step)
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:

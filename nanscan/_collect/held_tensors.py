@@ -1,4 +1,4 @@
-"""HeldTensors: buffers and tensor attributes of modules that were bad before a forward began.
+"""HeldTensors: buffers, tensor attributes and handed-in objects that were bad before a forward.
 
 A KV cache, a lookup table or a scale that other code has spoiled shows only in what reads it. The
 module that holds it may write into it as well, and must not be blamed for what it was given, nor
@@ -12,12 +12,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from nanscan import _C
-from nanscan._collect.holders import Holder, attributes_of, next_search
+from nanscan._collect.holders import Holder, attributes_of, next_search, objects_in
 from nanscan._collect.names import Registry
 from nanscan._collect.newly_bad import NewlyBad
 from nanscan._collect.snapshot import Scans
@@ -29,6 +30,7 @@ from nanscan._data.text import indices
 
 _CHANGED = "it was so before this forward: changed after the last one"
 _FROM_START = "it was so before its model first ran"
+_HANDED_IN = "it was so when the caller handed it in"
 _SPOILED = "changed between two steps, by no optimizer"
 
 # What changes before each forward, such as moving averages, is scanned in one of so many forwards.
@@ -37,11 +39,12 @@ _INTERVAL, _BURST = 32, 8
 
 @dataclass(eq=False)
 class _Held(Holder):
-    """A buffer or an attribute that is watched.
+    """A buffer, an attribute or an argument that is watched.
 
     Attributes:
         owner: place of the module.
-        buffer: place of a buffer; None: an attribute, with a place for each tensor in it.
+        buffer: place of a buffer; None: another, with a place for each tensor in it.
+        is_argument: `module` is an object that is handed to an outermost module.
         states: of its tensors when the last forward ended; None: not known.
         bad: how many values were NaN or +Inf when they were last looked at, by path, and in which
             parts of dimension 0, as bits.
@@ -49,16 +52,29 @@ class _Held(Holder):
     """
 
     owner: ModulePlace
-    buffer: SinglePlace | None
+    buffer: SinglePlace | None = None
+    is_argument: bool = False
     states: bytes | None = None
     bad: dict[str, tuple[int, int]] = field(default_factory=dict)
     next_scan: int = 0
+
+    @property
+    def value(self) -> Any:
+        """What is there now."""
+        return self.module() if self.is_argument else super().value
 
     def changed(self, states: bytes | None) -> list[tuple[str, torch.Tensor]]:
         """Tensors that are new, or were written, since their states were noted."""
         numbers = np.frombuffer(states or b"", np.int64)
         known = dict(zip(numbers[::2].tolist(), numbers[1::2].tolist(), strict=True))
         return [(path, x) for path, x in self.tensors() if known.get(id(x)) != version(x)]
+
+    def users_among(self, makers: set[ModulePlace]) -> set[ModulePlace]:
+        """Which of some modules may have read it."""
+        if self.is_argument:
+            return {maker for maker in makers if maker.is_inside(self.owner)}
+        user = self.owner.user_of(makers)
+        return set() if user is None else {user}
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,7 @@ class HeldTensors:
         # Running statistics change without a version. They are read in eval mode only, in which
         # no call changes them.
         self._statistics: dict[SinglePlace, _Held] = {}
+        self._handed: list[tuple[_Held, bytes]] = []  # objects, and their states before the call
         self._candidates: list[_Candidate] = []
         self._blamed: dict[SinglePlace, tuple[_Held, str]] = {}  # until they are fine
         self._mended: Scans = []
@@ -101,7 +118,7 @@ class HeldTensors:
 
     # -- around each forward -----------------------------------------------------------------------
 
-    def before_forward(self) -> None:
+    def before_forward(self, place: ModulePlace, args: Any, kwargs: Any) -> None:
         """An outermost module is about to run: what was changed since the last one ended?"""
         if not self._is_on:
             return
@@ -110,13 +127,13 @@ class HeldTensors:
         self._is_settled &= not self._running - {thread}
         self._running.add(thread)
         self._is_bad = False
-        for place, (holder, path) in list(self._blamed.items()):
-            self._look_at_blamed(place, holder, path)
+        for blamed, (holder, path) in list(self._blamed.items()):
+            self._look_at_blamed(blamed, holder, path)
         for holder in self._holders.values() if self._is_settled else ():
             states = holder.states
             if states is not None and states != holder.read_states():
-                for path, x in holder.changed(states):
-                    self._look_into(holder, path, x, _CHANGED)
+                self._look_into(holder, holder.changed(states), _CHANGED)
+        self._note_objects(place, args, kwargs)
         if self._forwards >= self._next_search:
             self._search()
         self._forwards += 1
@@ -142,14 +159,34 @@ class HeldTensors:
         """Forwards may have been missed."""
         self._is_settled = False
 
-    def _look_into(self, holder: _Held, path: str, x: torch.Tensor, how: str) -> None:
-        """Makes a candidate of a tensor that holds more bad values than it did."""
-        if holder.next_scan > self._forwards + _INTERVAL * _BURST:
+    def _note_objects(self, place: ModulePlace, args: Any, kwargs: Any) -> None:
+        """Objects in the arguments: a KV cache, a batch. What containers hold is scanned anyway."""
+        self._handed.clear()
+        for path, x in objects_in(args, kwargs):
+            key = place, f"argument {path}"
+            holder = self._holders.get(key)
+            if holder is None or holder.value is not x:
+                scans = 0 if holder is None else holder.next_scan
+                holder = _of_argument(x, path, place)
+                if holder is None:
+                    continue
+                holder.next_scan = scans
+                self._holders[key] = holder
+                self._look_into(holder, holder.tensors(), _HANDED_IN)
+            self._handed.append((holder, holder.read_states()))
+
+    def _look_into(self, holder: _Held, pairs: list[tuple[str, torch.Tensor]], how: str) -> None:
+        """Scans tensors of a holder, unless that was done in most of the latest forwards."""
+        if not pairs or holder.next_scan > self._forwards + _INTERVAL * _BURST:
             return
         holder.next_scan = max(holder.next_scan, self._forwards) + _INTERVAL
-        row = _scan(x)
-        if row is None:
-            return
+        for path, x in pairs:
+            row = _scan(x)
+            if row is not None:
+                self._judge(holder, path, x, row, how)
+
+    def _judge(self, holder: _Held, path: str, x: torch.Tensor, row: bytes, how: str) -> None:
+        """Makes a candidate of a tensor that holds more bad values than it did."""
         count_before, parts_before = holder.bad.get(path, (0, 0))
         count, parts = holder.bad[path] = _badness(x, row)
         if count > count_before:
@@ -178,7 +215,7 @@ class HeldTensors:
                 self._add(_Held(reference, key, True, owner, place))
         for module, owner in self._registry.modules():
             for key in attributes_of(module) if owner.watched else ():
-                self._add(_Held(weakref.ref(module), key, False, owner, None))
+                self._add(_Held(weakref.ref(module), key, False, owner))
 
     def _add(self, holder: _Held) -> None:
         key = holder.owner, holder.key
@@ -188,8 +225,7 @@ class HeldTensors:
         self._holders[key] = holder
         is_first = self._forwards == 0 or not holder.owner.called
         if is_first and holder.buffer is None:  # buffers are swept then
-            for path, x in pairs:
-                self._look_into(holder, path, x, _FROM_START)
+            self._look_into(holder, pairs, _FROM_START)
 
     def _add_statistic(self, place: SinglePlace, holder: _Held) -> None:
         if place not in self._statistics:
@@ -214,11 +250,12 @@ class HeldTensors:
             return
         self._is_bad = True
         makers = newly.makers()
+        self._look_into_handed()
         scans: dict[str, Scans] = {}
         for candidate in (*self._candidates, *self._bad_statistics(makers)):
             holder = candidate.holder
-            user = holder.owner.user_of(makers)
-            if user is not None and not self._has_bad_parameter({user, holder.owner}):
+            users = holder.users_among(makers)
+            if users and not self._has_bad_parameter({*users, holder.owner}):
                 place = holder.buffer or self._registry.attribute(holder.owner, candidate.path)
                 if place.watched and place not in self._blamed:
                     self._table.add(place.node)
@@ -226,6 +263,18 @@ class HeldTensors:
                 scan = place.node, candidate.row, candidate.described
                 scans.setdefault(candidate.how, []).append(scan)
         yield from scans.items()
+
+    def _look_into_handed(self) -> None:
+        """Makes candidates of what is still as the caller handed it in: it was bad then, too.
+
+        All of an object has to be: a new tensor may have the id of one that is gone.
+        """
+        for holder, states in self._handed:
+            for path, x in holder.tensors() if states == holder.read_states() else ():
+                row = _scan(x) if version(x) >= 0 else None
+                if row is not None:
+                    self._judge(holder, path, x, row, _HANDED_IN)
+        self._handed.clear()
 
     def _bad_statistics(self, makers: set[ModulePlace]) -> Iterator[_Candidate]:
         """Running statistics that were not bad when they were last scanned."""
@@ -250,6 +299,14 @@ class HeldTensors:
         """Whether a parameter of modules explains what they made."""
         rows = (_scan(p) for p, place in self._registry.live_parameters() if place.parent in owners)
         return any(row is not None and _count(row) for row in rows)
+
+
+def _of_argument(x: Any, path: str, owner: ModulePlace) -> _Held | None:
+    """None of an object to which no weak reference can be made."""
+    try:
+        return _Held(weakref.ref(x), path, False, owner, is_argument=True)
+    except TypeError:
+        return None
 
 
 _NOTHING = np.zeros(1, ROW).tobytes()  # a scan of a tensor that is gone

@@ -1,4 +1,4 @@
-"""Holders: buffers and plain attributes of modules, and the tensors in them."""
+"""Holders: buffers, plain attributes of modules and objects in arguments; the tensors in them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from torch import nn
 
 from nanscan import _C
 
-_MAX_DEPTH = 3  # of containers in an attribute
-_MAX_TENSORS = 64  # in one attribute, and values in one container
+_MAX_DEPTH = 4  # of containers and objects in one another
+_MAX_TENSORS = 256  # in one attribute, and values in one container
 _MAX_FIELDS = 32  # of an object in an attribute; configurations have more
 _SECOND_WAIT, _LONGEST_WAIT = 15, 256  # forwards until new attributes are looked for
 _OF_MODULES = frozenset(vars(nn.Module()))
+_NO_OBJECTS = frozenset(
+    {torch.Tensor, nn.Parameter, tuple, list, dict, type(None), bool, int, float, str}
+)
 _OPAQUE = (nn.Module, nn.Parameter, torch.optim.Optimizer, type, str, bytes, int, float, complex)
 
 
@@ -31,7 +34,7 @@ class Holder:
         is_buffer: else it is an attribute.
     """
 
-    module: weakref.ref[nn.Module]
+    module: weakref.ref[Any]
     key: str
     is_buffer: bool
 
@@ -56,6 +59,21 @@ class Holder:
 def attributes_of(module: nn.Module) -> list[str]:
     """Names of a module's own plain attributes that hold tensors."""
     return _C.keys_with_tensors(vars(module), _OF_MODULES, _MAX_DEPTH)
+
+
+def objects_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Arguments that are objects with fields, with their names. Nearly always none."""
+    for index, x in enumerate(args):
+        if type(x) not in _NO_OBJECTS and _has_fields(x):
+            yield f"input[{index}]", x
+    for key, x in kwargs.items():
+        if type(x) not in _NO_OBJECTS and _has_fields(x):
+            yield key, x
+
+
+def _has_fields(x: Any) -> bool:
+    known = (torch.Tensor, tuple, list, Mapping, *_OPAQUE)
+    return not isinstance(x, known) and hasattr(x, "__dict__") and not callable(x)
 
 
 def next_search(forwards: int) -> int:

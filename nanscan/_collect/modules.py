@@ -154,11 +154,11 @@ class ModuleCalls:
         found = [each for x, node in pairs for each in tensors(x, node)]
         self._bad_inputs[threading.get_ident()] = [(x, version(x), node) for x, node in found]
 
-    def on_before_forward(self, place: ModulePlace) -> bool:
+    def on_before_forward(self, place: ModulePlace, args: Any, kwargs: Any) -> bool:
         """A call that no other encloses. Returns whether it repeats one, for a checkpoint."""
         recomputing = is_recomputing()
         if not recomputing:
-            self._listener.on_before_forward(place)
+            self._listener.on_before_forward(place, args, kwargs)
         return recomputing
 
     def on_after_forward(self, place: ModulePlace) -> None:

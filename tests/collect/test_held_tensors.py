@@ -476,3 +476,152 @@ def test_what_changes_all_the_time_is_scanned_seldom(monkeypatch):
     for _ in range(32):
         serve(model, 8, lambda step: model.shadow.add_(1))
     assert 8 <= len(scans) <= 18
+
+
+# -- objects that callers hand in ------------------------------------------------------------------
+
+
+class Cache:
+    """As those of transformers: grows, with new tensors for each token."""
+
+    def __init__(self, layers):
+        self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
+
+    def update(self, index, key, value):
+        layer = self.layers[index]
+        for name, x in (("keys", key[:, None]), ("values", value[:, None])):
+            old = getattr(layer, name)
+            setattr(layer, name, x if old is None else torch.cat([old, x], 1))
+        return layer.keys, layer.values
+
+
+class CachedAttention(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.index = index
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.edit = lambda x: x  # functional code before the cache
+
+    def forward(self, x, cache):
+        keys, values = cache.update(self.index, self.k(x), self.edit(self.v(x)))
+        weights = torch.einsum("nc,ntc->nt", self.q(x), keys).softmax(-1)
+        return self.o(torch.einsum("nt,ntc->nc", weights, values))
+
+
+class CachedDecoder(nn.Module):
+    def __init__(self, layers=3):
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(map(CachedAttention, range(layers)))
+
+    def forward(self, tokens, cache):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x, cache)
+        return x
+
+
+def serve_with(model, cache, steps, before=lambda step: None, *, by_keyword=True):
+    with torch.no_grad():
+        for step in range(steps):
+            before(step)
+            if by_keyword:
+                model(torch.arange(REQUESTS), cache=cache)
+            else:
+                model(torch.arange(REQUESTS), cache)
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+@SCOPES
+def test_a_handed_in_cache_that_the_server_spoils(scope, by_keyword):
+    model, cache = CachedDecoder(), Cache(3)
+    monitor, told = watch(scope, model)
+
+    def before(step):
+        if step == 3:
+            cache.layers[1].values[2, 0] = NAN
+
+    serve_with(model, cache, 6, before, by_keyword=by_keyword)
+    name = "cache" if by_keyword else "input[1]"
+    assert told == [(3, f"{name}.layers[1].values buffer", "origin")]
+    assert monitor.findings[0].how == HOW
+    assert (str(monitor.findings[1].site), monitor.findings[1].verdict) == (
+        "layers.1.o input[0]",
+        "propagated",
+    )
+
+
+@SCOPES
+def test_a_new_cache_that_is_bad_when_it_is_handed_in(scope):
+    model = CachedDecoder()
+    _, told = watch(scope, model)
+    serve_with(model, Cache(3), 3)
+    copied = Cache(3)
+    for layer in copied.layers:  # of a prefix that requests share
+        layer.keys, layer.values = torch.zeros(2, REQUESTS, 2, WIDTH).unbind(0)
+    copied.layers[0].values[1, 1, 2] = NAN
+    serve_with(model, copied, 2)
+    assert told == [(3, "cache.layers[0].values buffer", "origin")]
+
+
+@SCOPES
+def test_what_a_layer_makes_goes_into_a_handed_in_cache(scope):
+    model, cache = CachedDecoder(), Cache(3)
+    monitor, told = watch(scope, model)
+
+    def before(step):
+        model.layers[1].edit = (lambda x: x / 0) if step == 3 else (lambda x: x)
+        if step == 3:
+            cache.layers[1].keys[:, 0] *= 1  # other code touches it, harmlessly
+
+    serve_with(model, cache, 6, before)
+    assert told == [(3, "layers.1.o input[0]", "origin")]
+    assert not_blamed(monitor)
+
+
+class Batch:
+    """As those of PyTorch Geometric: no container that is scanned as an argument."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class OfBatches(nn.Module):
+    def __init__(self, edit=lambda x: x):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.edit = edit
+
+    def forward(self, batch):
+        return self.fc(self.edit(batch.x))
+
+
+@SCOPES
+def test_a_batch_in_an_object(scope):
+    model = OfBatches()
+    _, told = watch(scope, model)
+    for step in range(400):
+        with torch.no_grad():
+            model(Batch(set_nan(batch()) if step in (5, 390) else batch()))
+    assert told == [(step, "input[0].x buffer", "origin") for step in (5, 390)]
+
+
+@SCOPES
+def test_a_good_batch_in_an_object(scope):
+    model = OfBatches(lambda x: x / 0)
+    monitor, told = watch(scope, model)
+    model(Batch(batch()))
+    assert told == [(0, "fc input[0]", "origin")]
+    assert not_blamed(monitor)
+
+
+def test_a_healthy_cache_is_not_scanned_again(monkeypatch):
+    from nanscan._collect import held_tensors
+
+    scans = []
+    scan = held_tensors._scan
+    monkeypatch.setattr(held_tensors, "_scan", lambda x: scans.append(1) or scan(x))
+    model = CachedDecoder()
+    nanscan.enable(model)
+    serve_with(model, Cache(3), 20)
+    assert scans == []
