@@ -9,8 +9,9 @@ BUILD := requirements-test.txt pyproject.toml setup.py csrc/CMakeLists.txt $(CPP
 demo: .venv/demo
 	$(BIN)/python -m nanscan demo
 
+# Each file runs in one process, as its fixtures want, and the slow ones first.
 test: .venv/test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 bench: .venv/bench
 	$(BIN)/python benchmarks/run_all.py
@@ -21,7 +22,7 @@ sweep: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/sweeps/backward.py
 	$(BIN)/python tests/sweeps/healthy_models.py
 
-# Plants faults in the CUDA kernels and shows what catches each; 15 minutes. Table: tests/simt/README.md
+# Plants faults in the CUDA kernels and shows what catches each; 40 minutes. Table: tests/simt/README.md
 mutants: .venv/test
 	$(BIN)/python tests/simt/mutants.py
 

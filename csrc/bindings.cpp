@@ -18,6 +18,7 @@
 #include "cpu/scan.h"
 #include "cuda/results.h"
 #include "door.h"
+#include "held_states.h"
 #include "host_scan.h"
 #include "python_hooks.h"
 #include "scan_result.h"
@@ -107,6 +108,29 @@ PyObject* scan_once_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (status != kOk) return PyLong_FromLong(status);
   if (!is_launched(view)) return scan_now(view, moments != 0).release().ptr();
   return guarded([&] { return py::cast(std::move(start_scans({view}, moments != 0).front())); });
+}
+
+// held_states(value, depth: int) -> bytes: id and version of each tensor, as int64.
+PyObject* held_states_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments(count, 2, 2)) return nullptr;
+  const long depth = PyLong_AsLong(args[1]);
+  if (depth == -1 && PyErr_Occurred()) return nullptr;
+  std::vector<int64_t> states;
+  add_states(args[0], static_cast<int>(depth), states);
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(states.data()),
+                                   static_cast<Py_ssize_t>(states.size() * sizeof(int64_t)));
+}
+
+// keys_with_tensors(dict, less: frozenset, depth: int) -> list[str]
+PyObject* keys_with_tensors_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments(count, 3, 3)) return nullptr;
+  const long depth = PyLong_AsLong(args[2]);
+  if (depth == -1 && PyErr_Occurred()) return nullptr;
+  if (!PyDict_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "nanscan: expected a dict");
+    return nullptr;
+  }
+  return keys_with_tensors(args[0], args[1], static_cast<int>(depth));
 }
 
 // check(tensor, moments: bool) -> ScanResult, or a negative status.
@@ -229,6 +253,27 @@ std::vector<int> merge_arrival(Arrival& arrival, ByteArray rows, OrderArray orde
   return arrival.merge_into(reinterpret_cast<Row*>(rows.mutable_data()), order.mutable_data());
 }
 
+// Merges rows into as many others, each as bytes.
+void merge_all(ByteArray rows, ByteArray into) {
+  if (rows.size() != into.size() || rows.size() % sizeof(Row) != 0)
+    throw py::value_error("nanscan: expected as many whole rows to merge as to merge into");
+  const auto* from = reinterpret_cast<const Row*>(rows.data());
+  auto* target = reinterpret_cast<Row*>(into.mutable_data());
+  for (size_t i = 0; i < rows.size() / sizeof(Row); ++i)
+    if (from[i].calls != 0) merge_rows(from[i], target[i]);
+}
+
+// turned_to_zero(rows, order) -> rows of a whole step, complete by now, that turned to 0.
+std::vector<int> turned_to_zero(Table& table, const ByteArray& rows, const OrderArray& order) {
+  const int count = static_cast<int>(order.size());
+  expect_size(rows, order, std::min(count, table.size()));
+  std::vector<int> found;
+  for (int i = 0; i < count; ++i)
+    if (order.at(i) != 0 && table.turned_to_zero(i, reinterpret_cast<const Row*>(rows.data())[i]))
+      found.push_back(i);
+  return found;
+}
+
 // torch's names, by DType.
 constexpr const char* kDTypeNames[] = {
 #define NANSCAN_NAME(dtype, torch_name, ...) #torch_name,
@@ -262,12 +307,33 @@ py::object as_tuple(const Description* description) {
                   description->shape.size());
 }
 
+// (elements, nan, posinf, neginf) of the first bad scan; None where the host does not know them.
+py::object bad_counts(const Description* description) {
+  if (!description || !description->counts.is_bad()) return py::none();
+  const Counts& counts = description->counts;
+  return py::make_tuple(counts.elements, counts.nan, counts.posinf, counts.neginf);
+}
+
+const Description* description_in(const Arrival& arrival, int row) {
+  if (row < 0 || row >= arrival.size()) throw py::index_error("nanscan: no such row");
+  return arrival.describe(row);
+}
+
 // (dtype, shape) of a tensor, without calling torch: a tracer would record the call.
 py::object describe(py::handle tensor) {
   TensorView view;
   if (view_tensor(tensor.ptr(), view, LazyBits::kByStrides) != kOk) return py::none();
   return as_tuple(view.dtype, view.is_complex, view.logical.size,
                   static_cast<size_t>(view.user_dims()));
+}
+
+// bad_parts(tensor) -> bits of dimension 0, and its size; (0, 0) of what is not scanned on the
+// host.
+std::pair<uint64_t, int64_t> bad_parts(py::handle tensor) {
+  TensorView view;
+  if (view_scannable(tensor.ptr(), view, LazyBits::kAlwaysAsk) != kOk || is_launched(view))
+    return {0, 0};
+  return {cpu::nonfinite_parts(view), view.user_dims() > 0 ? view.logical.size[0] : 1};
 }
 
 // Merges one scan, given as the bytes of a Row.
@@ -290,9 +356,10 @@ void define_arrival(py::module_& m) {
       .def("ready", &Arrival::ready)
       .def("wait", &Arrival::wait)
       .def("merge_into", &merge_arrival, py::arg("rows").noconvert(), py::arg("order").noconvert())
-      .def("describe", [](const Arrival& arrival, int row) {
-        if (row < 0 || row >= arrival.size()) throw py::index_error("nanscan: no such row");
-        return as_tuple(arrival.describe(row));
+      .def("describe",
+           [](const Arrival& arrival, int row) { return as_tuple(description_in(arrival, row)); })
+      .def("bad_counts", [](const Arrival& arrival, int row) {
+        return bad_counts(description_in(arrival, row));
       });
 }
 
@@ -309,8 +376,14 @@ void define_table(py::module_& m) {
            [](const Table& table, int row) { return context_of(table, row).latest_order; })
       .def("snapshot", &snapshot, py::arg("rows").noconvert(), py::arg("order").noconvert(),
            py::arg("reset") = true)
+      .def("turned_to_zero", &turned_to_zero, py::arg("rows").noconvert(),
+           py::arg("order").noconvert())
       .def("describe", [](const Table& table,
                           int row) { return as_tuple(context_of(table, row).description.get()); })
+      .def("bad_counts",
+           [](const Table& table, int row) {
+             return bad_counts(context_of(table, row).description.get());
+           })
       .def("bad_parts",
            [](const Table& table, int row) {
              const RowContext& context = context_of(table, row);
@@ -573,8 +646,15 @@ PYBIND11_MODULE(_C, m) {
   define_check(m);
   m.def("scan_once_many", &scan_once_many);
   m.def("describe", &describe);
+  m.def("merge_rows", &merge_all, py::arg("rows").noconvert(), py::arg("into").noconvert());
+  m.def("bad_parts", &bad_parts);
   m.attr("scan_once") =
       builtin(method<scan_once_raw>("scan_once", "scan_once(tensor, moments)"), m);
+  m.attr("held_states") =
+      builtin(method<held_states_raw>("held_states", "held_states(value, depth)"), m);
+  m.attr("keys_with_tensors") = builtin(
+      method<keys_with_tensors_raw>("keys_with_tensors", "keys_with_tensors(dict, less, depth)"),
+      m);
   m.def("initialize", &initialize);
   m.def("variants", &cpu::variants);
   m.def("variant", &cpu::variant);

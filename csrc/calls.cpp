@@ -116,22 +116,26 @@ bool Calls::find_or_ask(PyObject* module, Module*& entry) {
   return false;
 }
 
-// Before any of an outermost call: nothing of it has run, also none of our own code.
-bool Calls::tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running) {
-  if (!options_.arguments || !running.empty()) return true;
+// Tells Python of a call and its arguments. Returns a new reference, or null with an error.
+PyObject* Calls::tell(PyObject* method, PyObject* about, const Arguments& arguments) {
   PyObject* args = arguments.tuple();
   PyObject* kwargs = args ? arguments.dict() : nullptr;
-  const bool done =
-      kwargs && succeeded(call(python_hooks_, names_.on_outermost_call, module, args, kwargs));
+  PyObject* answer = kwargs ? call(python_hooks_, method, about, args, kwargs) : nullptr;
   Py_XDECREF(args);
   Py_XDECREF(kwargs);
-  return done;
+  return answer;
+}
+
+// Before any of an outermost call: nothing of it has run, also none of our own code.
+bool Calls::tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running) {
+  return !options_.arguments || !running.empty() ||
+         succeeded(tell(names_.on_outermost_call, module, arguments));
 }
 
 // At a call that no other call encloses: asks Python whether it repeats a forward in a backward.
-bool Calls::note_start(Stack& running, const Module& module) {
+bool Calls::note_start(Stack& running, const Module& module, const Arguments& arguments) {
   if (!running.empty()) return true;
-  PyObject* answer = call(python_hooks_, names_.on_before_forward, module.place);
+  PyObject* answer = tell(names_.on_before_forward, module.place, arguments);
   running.recomputing = answer == Py_True;
   return succeeded(answer);
 }
@@ -142,7 +146,7 @@ bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
   Module* entry;
   if (!tell_outermost(module, arguments, running) || !find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  if (!note_start(running, *entry)) {
+  if (!note_start(running, *entry, arguments)) {
     release(entry);
     return false;
   }
@@ -152,16 +156,10 @@ bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
 }
 
 bool Calls::visit_all(Module& module, const Arguments& arguments, bool outermost) {
-  const uint32_t ticket = table_.last_ticket();
+  const uint64_t bad_scans = table_.bad_scans();
   if (!visit_inputs(module, arguments) || !visit_keywords(module, arguments)) return false;
-  if (!outermost || table_.last_ticket() == ticket) return true;
-  PyObject* args = arguments.tuple();
-  PyObject* kwargs = args ? arguments.dict() : nullptr;
-  const bool done =
-      kwargs && succeeded(call(python_hooks_, names_.note_bad_inputs, module.place, args, kwargs));
-  Py_XDECREF(args);
-  Py_XDECREF(kwargs);
-  return done;
+  if (!outermost || table_.bad_scans() == bad_scans) return true;
+  return succeeded(tell(names_.note_bad_inputs, module.place, arguments));
 }
 
 bool Calls::visit_inputs(Module& module, const Arguments& arguments) {

@@ -124,9 +124,10 @@ class Calls : public CallObserver {
   }
   static void release(Module* module);
   Module* find(PyObject* module) const;
+  PyObject* tell(PyObject* method, PyObject* about, const Arguments& arguments);
   bool tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running);
   bool find_or_ask(PyObject* module, Module*& entry);
-  bool note_start(Stack& running, const Module& module);
+  bool note_start(Stack& running, const Module& module, const Arguments& arguments);
   Stack& stack() const;
   bool visit_inputs(Module& module, const Arguments& arguments);
   bool visit_keywords(Module& module, const Arguments& arguments);

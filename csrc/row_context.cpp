@@ -27,13 +27,14 @@ bool Description::fits(const TensorView& view) const {
 }
 
 DescriptionPtr make_description(DType dtype, bool is_complex, std::vector<int64_t> shape,
-                                double near_limit) {
+                                double near_limit, const Counts& counts) {
   const double largest = with_format(dtype, [](auto format) {
     using Format = decltype(format);
     return from_bits(Format::float64_bits(Format::kMaxFinite));
   });
-  return std::make_shared<const Description>(
-      Description{dtype, is_complex, std::move(shape), order_key(to_bits(near_limit * largest))});
+  return std::make_shared<const Description>(Description{dtype, is_complex, std::move(shape),
+                                                         order_key(to_bits(near_limit * largest)),
+                                                         counts.is_bad() ? counts : Counts{}});
 }
 
 bool is_notable(const Row& row, const Description* description) {
@@ -42,11 +43,12 @@ bool is_notable(const Row& row, const Description* description) {
                                              row.min_key >= description->near_key));
 }
 
-void RowContext::describe(const TensorView& view, double near_limit) {
-  if (description && description->fits(view)) return;
+void RowContext::describe(const TensorView& view, double near_limit, const Counts& counts) {
+  const bool is_bad = counts.is_bad() || (description && description->counts.is_bad());
+  if (description && !is_bad && description->fits(view)) return;
   const int64_t* sizes = view.logical.size;
-  description =
-      make_description(view.dtype, view.is_complex, {sizes, sizes + view.user_dims()}, near_limit);
+  description = make_description(view.dtype, view.is_complex, {sizes, sizes + view.user_dims()},
+                                 near_limit, counts);
 }
 
 void RowContext::note_bad_parts(uint64_t parts, int64_t size) {

@@ -12,12 +12,23 @@
 
 namespace nanscan {
 
+// Elements of one scan, and how many of them are non-finite.
+struct Counts {
+  uint64_t elements = 0, nan = 0, posinf = 0, neginf = 0;
+
+  bool is_bad() const { return nan || posinf || neginf; }
+};
+constexpr Counts counts_of(const Row& scan) {
+  return {scan.elements, scan.nan, scan.posinf, scan.neginf};
+}
+
 // The tensor that a row's numbers are of.
 struct Description {
   DType dtype = DType::kFloat32;
   bool is_complex = false;
   std::vector<int64_t> shape;        // as the user sees it
   uint64_t near_key = ~uint64_t{0};  // from this key on, a magnitude is near the dtype's limit
+  Counts counts = {};                // of a bad scan on the host; else all 0
 
   bool fits(const TensorView& view) const;
 };
@@ -25,7 +36,7 @@ using DescriptionPtr = std::shared_ptr<const Description>;
 
 // near_limit: the share of the dtype's largest value that counts as near it.
 DescriptionPtr make_description(DType dtype, bool is_complex, std::vector<int64_t> shape,
-                                double near_limit);
+                                double near_limit, const Counts& counts = {});
 
 // Whether all of a row's values are 0. Not known of an empty row.
 constexpr bool is_all_zero(const Row& row) {
@@ -55,7 +66,8 @@ struct RowContext {
   int steps_not_zero = 0;
   uint64_t latest_order = 0;  // the order in the last step that visited it; CUDA graphs repeat it
 
-  void describe(const TensorView& view, double near_limit);
+  // `counts`: of the scan, if the host knows them.
+  void describe(const TensorView& view, double near_limit, const Counts& counts = {});
   void note_bad_parts(uint64_t parts, int64_t size);
   void describe_on_device(const TensorView& view, double near_limit);
 };

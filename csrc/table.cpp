@@ -77,13 +77,14 @@ void Table::scan_on_host(const TensorView& view, int index) {
   if (scan.nan || scan.posinf) {  // -Inf alone is mostly a mask, in every step
     const int64_t size = view.user_dims() > 0 ? view.logical.size[0] : 1;
     contexts_[index].note_bad_parts(cpu::nonfinite_parts(view), size);
+    ++bad_scans_;
   }
 }
 
 void Table::merge_host_scan(const TensorView& view, int index, const Row& scan) {
   latest_place_ = {};
   Row& target = row(index);
-  if (target.ticket == 0) contexts_[index].describe(view, near_limit_);
+  if (target.ticket == 0) contexts_[index].describe(view, near_limit_, counts_of(scan));
   note_visit(index);
   merge_scan(scan, target, last_ticket_, [&] { return cpu::first_nonfinite(view); });
 }
@@ -176,7 +177,8 @@ void Table::merge(int index, const Row& scan, DType dtype, bool is_complex,
                   const std::vector<int64_t>& shape) {
   Row& target = row(index);
   if (target.ticket == 0)
-    contexts_[index].description = make_description(dtype, is_complex, shape, near_limit_);
+    contexts_[index].description =
+        make_description(dtype, is_complex, shape, near_limit_, counts_of(scan));
   note_visit(index);
   merge_scan(scan, target, last_ticket_, [&] { return ~scan.first_bad; });
 }
@@ -230,23 +232,27 @@ std::unique_ptr<Arrival> Table::send_from_devices(bool reset) {
   return arrival;
 }
 
+bool Table::turned_to_zero(int index, const Row& row) {
+  int& steps = contexts_[index].steps_not_zero;
+  const bool is_zero = is_all_zero(row);
+  const bool is_steady = steps >= RowContext::kSteadySteps;
+  steps = is_zero ? 0 : std::min(steps + 1, RowContext::kSteadySteps);
+  return is_zero && is_steady;
+}
+
 std::unique_ptr<Arrival> Table::snapshot(Row* rows, uint64_t* order, bool reset,
                                          std::vector<int>& notable) {
   std::unique_ptr<Arrival> arrival = send_from_devices(reset);
   for (int i = 0; i < size(); ++i) {
     Row& source = row(i);
     RowContext& context = contexts_[i];
-    const bool is_zero = is_all_zero(source);
-    if (is_notable(source, context.description.get()) ||
-        (is_zero && context.steps_not_zero >= RowContext::kSteadySteps))
-      notable.push_back(i);
+    if (is_notable(source, context.description.get())) notable.push_back(i);
     rows[i] = source;
     order[i] = context.order;
     if (context.order == 0) continue;
     context.latest_order = context.order;
     if (!reset) continue;
-    context.steps_not_zero =
-        is_zero ? 0 : std::min(context.steps_not_zero + 1, RowContext::kSteadySteps);
+    if (!arrival && turned_to_zero(i, source)) notable.push_back(i);
     source = Row{};
     context.order = 0;
   }

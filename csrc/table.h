@@ -34,6 +34,8 @@ class Table {
   int size() const { return static_cast<int>(contexts_.size()); }
   uint64_t visits() const { return visits_; }
   uint32_t last_ticket() const { return last_ticket_; }
+  // Scans of single tensors on the host that found NaN or +Inf: -Inf alone is mostly a mask.
+  uint64_t bad_scans() const { return bad_scans_; }
 
   // Rows on the host that went bad since the last reset: index, ticket, and whether all their
   // non-finite values are -Inf.
@@ -74,6 +76,10 @@ class Table {
   std::unique_ptr<Arrival> snapshot(Row* rows, uint64_t* order, bool reset,
                                     std::vector<int>& notable);
 
+  // Counts the steps in which a visited row was not all 0, from the complete row of a step. Whether
+  // it is, after kSteadySteps in which it was not. `snapshot` asks if nothing comes from devices.
+  bool turned_to_zero(int index, const Row& row);
+
   // Merges one scan that was made elsewhere, because the tensor's device has no kernels.
   void merge(int index, const Row& scan, DType dtype, bool is_complex,
              const std::vector<int64_t>& shape);
@@ -104,6 +110,7 @@ class Table {
   SeenTensors seen_;
   uint64_t visits_ = 0;
   uint32_t last_ticket_ = 0;
+  uint64_t bad_scans_ = 0;
   uint32_t last_batch_ = 0;
   ScanPlace latest_place_;  // of the latest scan
 };

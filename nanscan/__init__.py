@@ -6,7 +6,7 @@ from nanscan._data.cause import Cause
 from nanscan._data.errors import NonFiniteError, NonFiniteWarning
 from nanscan._data.finding import Finding, Located
 from nanscan._data.location import Location, Op, Operand
-from nanscan._data.result import ScanResult
+from nanscan._data.result import BadCall, ScanResult
 from nanscan._data.site import Kind, Site
 from nanscan._locate.api import locate, locating
 from nanscan._locate.search import Locating
@@ -18,6 +18,7 @@ from nanscan._scan.check import assert_finite, check, check_many
 from nanscan._version import __version__
 
 __all__ = [
+    "BadCall",
     "Cause",
     "Coverage",
     "Finding",

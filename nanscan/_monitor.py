@@ -20,7 +20,7 @@ from nanscan._collect.inputs import KeptInputs
 from nanscan._collect.names import Registry
 from nanscan._collect.schedule import Schedule
 from nanscan._collect.skip_step import SkipStep
-from nanscan._collect.snapshot import StepRecord
+from nanscan._collect.snapshot import Snapshot, StepRecord
 from nanscan._collect.table import Table
 from nanscan._data.finding import Finding, Located
 from nanscan._data.location import Location
@@ -41,7 +41,9 @@ open_monitors: list[Monitor] = []
 class Monitor:
     """Watches one model, or every module of the process. Made by `enable` and `watch`.
 
-    When a step ends: at `optimizer.step()`, if an optimizer holds the parameters. If none does, at
+    When a step ends: at `optimizer.step()`, if an optimizer holds the parameters. Optimizers
+    that step in turn, as in a GAN, make one step: a part of it is judged when one has stepped, and
+    the next step begins when one of them steps again. If none holds the parameters, a step ends at
     the end of the outermost forward. If there was a backward but no optimizer holds the parameters,
     other code updates them: the step then ends before the next outermost forward. After the first
     call of `Monitor.step()`, only that call ends a step.
@@ -74,6 +76,7 @@ class Monitor:
         self._findings: deque[Finding] = deque(maxlen=_MAX_FINDINGS)
         self._located: deque[Located] = deque(maxlen=_MAX_FINDINGS)
         self._found = self._polled = 0  # findings ever made, and those that poll() returned
+        self._told = -1  # the step that sinks were told of last
         self._ahead: list[Finding] = []  # made amid a step, whose end they wait for
         self._to_report: deque[Finding] = deque()  # to sinks
         self._model = None if model is None else weakref.ref(model)
@@ -99,7 +102,8 @@ class Monitor:
     @property
     def steps(self) -> int:
         """How many steps have ended: the number of the current one."""
-        return self._collector.tracker.step
+        tracker = self._collector.tracker
+        return tracker.step + tracker.is_reopened  # a probe belongs to the step that has ended
 
     @property
     def healthy(self) -> bool | None:
@@ -247,10 +251,25 @@ class Monitor:
         """Whether a record matters in which no row is notable."""
         return bool(self._ahead or self._to_report) or self._judge.is_waiting
 
+    def on_training_start(self) -> bool:
+        """The count begins anew, unless something was told: no two steps of findings are alike."""
+        self._told = -1
+        return not (self._found or self._ahead)
+
+    def knows(self, rows: Snapshot) -> bool:
+        """Whether all that is notable is known to mean nothing, as masks do."""
+        return self._judge.knows(rows)
+
     def on_clean_step(self, step: int) -> None:
         """Nothing was notable, and nothing is remembered that could be over."""
-        for sink in self._sinks:
-            sink.on_step(step)
+        self._tell_step(step)
+
+    def _tell_step(self, step: int) -> None:
+        """Tells sinks of a step, once: other optimizers may step in it yet, or a probe follows."""
+        if step < self.steps and step != self._told:
+            self._told = step
+            for sink in self._sinks:
+                sink.on_step(step)
 
     def on_record(self, record: StepRecord) -> None:
         """Judges a record and, unless it is judged ahead, hands what is new to the sinks."""
@@ -307,8 +326,8 @@ class Monitor:
             finding = self._to_report.popleft()
             for sink in self._sinks:
                 sink.on_finding(finding)
-        for sink in self._sinks if record.is_whole else ():
-            sink.on_step(record.step)
+        if record.is_whole:
+            self._tell_step(record.step)
 
     def _on_location(self, finding: Finding, location: Location) -> None:
         """A later step showed the op. Or that nothing can be seen there any more."""

@@ -14,7 +14,7 @@ from torch import nn
 from nanscan._data.location import Location
 from nanscan._locate.api import run
 from nanscan._locate.search import Locating
-from nanscan._output.save import load_saved
+from nanscan._output.save import Saved, load_saved
 
 _MAX_NAMES = 5  # in an error message
 
@@ -30,8 +30,8 @@ def replay(
 
     Args:
         path: the folder of that step.
-        model: a model like the one it was of. It gets the step's parameters and buffers, and which
-            of its modules were in training mode.
+        model: a model like the one it was of. It gets the step's parameters and buffers, what its
+            modules held in plain attributes, and which of them were in training mode.
         step_fn: runs the step; called with the model and the saved arguments of its call:
             `lambda model, x: loss(model(x)).backward()`. None: the forward alone.
 
@@ -49,18 +49,7 @@ def replay(
     saved = load_saved(path)
     for what, note in saved.notes.items():
         _logger.warning("nanscan: of the saved step, %s is %s", what or "the call", note)
-    if saved.state_dict is not None:
-        if differing := saved.differing(model):
-            raise RuntimeError(
-                f"nanscan: the model is not like the one that was saved in {path}: only one of "
-                f"them has {', '.join(differing[:_MAX_NAMES])}"
-            )
-        model.load_state_dict(saved.state_dict, strict=False)
-    for name, buffer in saved.buffers.items():
-        owner, _, key = name.rpartition(".")
-        setattr(model.get_submodule(owner), key, buffer)
-    for name, module in model.named_modules():
-        module.training = saved.training.get(name, module.training)
+    _restore(saved, model)
     saved.restore_rng()
     with contextlib.ExitStack() as contexts:
         for kind, dtype in saved.autocast.items():
@@ -76,3 +65,23 @@ def replay(
                 f"nanscan: the step cannot run again without {', '.join(saved.missing)}: "
                 f"{saved.notes[saved.missing[0]]}"
             ) from error
+
+
+def _restore(saved: Saved, model: nn.Module) -> None:
+    """Gives a model what it held before the step."""
+    if saved.state_dict is not None:
+        if differing := saved.differing(model):
+            raise RuntimeError(
+                f"nanscan: the model is not like the one that was saved: only one of "
+                f"them has {', '.join(differing[:_MAX_NAMES])}"
+            )
+        model.load_state_dict(saved.state_dict, strict=False)
+    for name, buffer in saved.buffers.items():
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, buffer)
+    for name, values in saved.attributes.items():
+        for key, value in values.items():
+            if value is not None:
+                setattr(model.get_submodule(name), key, value)
+    for name, module in model.named_modules():
+        module.training = saved.training.get(name, module.training)

@@ -21,8 +21,16 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "host_only(reason): not with tensors on CUDA devices")
 
 
+# They compile, or wait for other processes. Started last, they would be waited for by all.
+SLOW = {"test_cuda_fake_suite.py", "test_simt.py", "test_packaging.py", "test_cli.py"}
+
+
 def pytest_collection_modifyitems(config, items):
-    """On the recording driver: not what is host_only; of files that choose a device, what does."""
+    """Slow files come first.
+
+    On the recording driver: not what is host_only; of files that choose a device, what does.
+    """
+    items.sort(key=lambda item: item.path.name not in SLOW)
     if not fake_cuda.wanted():
         return
 

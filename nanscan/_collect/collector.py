@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from typing import Any
 
@@ -16,6 +15,7 @@ from nanscan._collect import torch_events
 from nanscan._collect.backward_order import BackwardOrder
 from nanscan._collect.closures import Closure, closure_of, with_closure
 from nanscan._collect.costs import CostMeter
+from nanscan._collect.held_tensors import HeldTensors
 from nanscan._collect.inputs import KeptInputs
 from nanscan._collect.listener import Listener, StepArguments
 from nanscan._collect.modules import ModuleCalls, is_recomputing, is_tracing, running_node
@@ -23,7 +23,7 @@ from nanscan._collect.names import Registry
 from nanscan._collect.optimizers import (
     Optimizers,
     Plan,
-    is_any_optimizer_for,
+    Stepping,
     outcome_of,
     parameters_of,
 )
@@ -36,24 +36,9 @@ from nanscan._collect.skip_step import Gradients, SkipStep, is_stand_in
 from nanscan._collect.snapshot import Outcome, Sweep
 from nanscan._collect.steps import Decision, StepTracker
 from nanscan._collect.table import Table
+from nanscan._collect.training import Training
 from nanscan._data.places import ModulePlace
 from nanscan._data.site import Kind
-
-
-class _Stepping(threading.local):
-    """Between the two hooks of an optimizer step: whose step it is, by id, and its plan.
-
-    Attributes:
-        optimizer: id of the optimizer; 0: no watched optimizer is stepping.
-        plan: the optimizer's.
-        stepped: the optimizer that a GradScaler steps has begun to.
-        scaler: the GradScaler that is stepping an optimizer.
-    """
-
-    optimizer = 0
-    plan: Plan
-    stepped = False
-    scaler: GradScaler | None = None
 
 
 class Collector(Listener):
@@ -95,23 +80,23 @@ class Collector(Listener):
         self._order = BackwardOrder(lambda parameter: registry.parameter(parameter, ""))
         self.optimizers = Optimizers(registry, table, self._order)
         self._parameters = ParameterScans(registry, self._scanner, self.optimizers, kinds)
-        self._changes = ParameterChanges(registry, table)
+        self._changes = ParameterChanges(registry, table, is_on=Kind.PARAM in kinds)
+        self._held = HeldTensors(registry, table, is_on=Kind.BUFFER in kinds)
         self._meter = CostMeter(
             self.calls.core,
             table.core,
             is_timed=schedule.max_overhead is not None,
             with_gradients=Kind.GRAD_OUTPUT in kinds,
         )
-        self._step_began = time.perf_counter()
         self.set_turn(schedule.turn(0))
-        self._stepping = _Stepping()
+        self._stepping = Stepping()
         self._ran = False  # an outermost module, since the last step
-        self._has_inferred = False  # an outermost module ran without gradients
         self._are_gradients_scanned = False  # of the last backward, where no optimizer steps
         self._bad_gradients = -1  # resets of the table before a gradient last went bad
         self.records = RecordQueue(
             registry, table, self.optimizers, self.tracker, inputs=inputs, consumer=consumer
         )
+        self._training = Training(registry, self.optimizers, self.tracker, self.records, consumer)
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -130,7 +115,8 @@ class Collector(Listener):
         """Observes again."""
         torch_events.listen(self)
         self.calls.set_attached(attached=True)
-        self._step_began = time.perf_counter()  # a pause is no part of a step
+        self._meter.lap()  # a pause is no part of a step
+        self._held.forget()
         self._order.resume()
 
     def close(self) -> None:
@@ -160,17 +146,13 @@ class Collector(Listener):
     def on_first_call(self, place: ModulePlace) -> None:
         """What do the parameters of a model hold before it first runs?"""
         sweep = self._parameters.sweep(place)
-        if sweep is None:
-            return
-        with self.records.lock:
-            if self.records.may_be_bad:
-                self.records.look(self.turn)  # what other models did before comes first
-            self.records.add_sweep(sweep, is_untrained=True)
-            self.records.deliver()
+        if sweep is not None:
+            self.records.add_untrained(sweep, self.turn)
 
-    def on_before_forward(self, place: ModulePlace) -> None:
+    def on_before_forward(self, place: ModulePlace, args: Any, kwargs: Any) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
         self._act(self.tracker.on_before_forward(place))
+        self._held.before_forward(place, args, kwargs)
         self._consumer.on_forward_start(self.tracker.step)
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -178,6 +160,8 @@ class Collector(Listener):
         if self._inputs is not None:
             self._act(self.tracker.on_before_forward())
             with self.records.lock:
+                if self.tracker.may_be_probed:  # the step that has ended; this is the next one
+                    self._inputs.forget()
                 if self._inputs.knows(module) and self.records.may_be_bad:
                     self.records.look_ahead(self.turn)
                 self._inputs.begin(module, args, kwargs)
@@ -185,31 +169,25 @@ class Collector(Listener):
     def on_after_forward(self, place: ModulePlace) -> None:
         """Ends the step if no optimizer will."""
         self._look_for_changes()
+        self._held.after_forward()
         with_gradients = torch.is_grad_enabled()
         self._ran |= with_gradients
         if self._table.on_device:
             self._table.core.note_captures()  # a graph that holds no more than this forward
-        if not self.tracker.is_by_hand and (with_gradients or not self._has_inferred):
-            self._ask_for_optimizer()
-            if not with_gradients and not self.tracker.waits_for_optimizer:
-                self.tracker.waits_for_optimizer = None  # one may come before the training
-        self._has_inferred |= not with_gradients
+        self._training.after_forward(with_gradients=with_gradients)
         self._act(
             self.tracker.on_after_forward(
                 place, with_gradients=with_gradients, is_recomputing=is_recomputing()
             )
         )
 
-    def _ask_for_optimizer(self) -> bool:
-        """Whether an optimizer holds a watched parameter: is a forward a whole step? Looks once."""
-        if self.tracker.waits_for_optimizer is None:
-            self._registry.rescan()  # it may hold adapters that were added since
-            self.tracker.waits_for_optimizer = is_any_optimizer_for(self._registry)
-        return self.tracker.waits_for_optimizer
-
     def scan_single(self, x: Any, name: str, kind: Kind) -> None:
         """Scans a value that no module returned: the loss, or a probe."""
-        if self.is_scanning(kind) and not is_tracing():
+        if is_tracing():
+            return
+        if kind is Kind.PROBE and self.calls.is_attached and self.tracker.on_probe():
+            self._next_turn()  # it is that of the step before, again
+        if self.is_scanning(kind):
             self._scanner.visit(x, self._registry.single(name, kind).node)
 
     def is_scanning(self, kind: Kind) -> bool:
@@ -217,11 +195,10 @@ class Collector(Listener):
         return self.calls.is_attached and kind in self._kinds and self.turn.period > 0
 
     def _look_for_changes(self) -> None:
-        """Has a parameter gone bad since its last scan? Asked as soon as something else has."""
-        if Kind.PARAM in self._kinds:
-            for how, scans in self._changes.look():
-                with self.records.lock:  # what these made bad is judged after them
-                    self.records.add_sweep(Sweep(scans, is_selective=False), spoiled=how)
+        """Has what modules hold gone bad since its last scan? Asked once something else has."""
+        for how, scans in (*self._changes.look(), *self._held.look()):
+            with self.records.lock:  # what these made bad is judged after them
+                self.records.add_sweep(Sweep(scans, is_selective=False), spoiled=how)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -230,10 +207,7 @@ class Collector(Listener):
         if self.calls.is_attached and Kind.GRAD in self._kinds:
             self._order.on_before_backward(tensors, self._table.visits, running_node())
         if self._is_of_ours:
-            if not self._ask_for_optimizer():
-                self.tracker.on_before_backward(
-                    is_trainable=self._registry.is_trainable, has_scans=self._table.visits > 0
-                )
+            self._training.before_backward(has_scans=self._table.visits > 0)
             self.scan_single(tensors, "loss", Kind.LOSS)
             self._look_for_changes()
 
@@ -241,7 +215,7 @@ class Collector(Listener):
         """Not called by `torch.autograd.grad`, nor by what torch.compile traced."""
         if not is_recomputing():
             self._order.on_after_backward()
-        if self._is_of_ours and not self._ask_for_optimizer():
+        if self._is_of_ours and not self._training.has_optimizer():
             self._act(self.tracker.on_after_backward())
 
     @property
@@ -291,6 +265,7 @@ class Collector(Listener):
         if plan is None or not self.calls.is_attached:
             return None
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
+        self._training.before_optimizer_step(plan)
         closure = closure_of(args, kwargs)  # it makes the gradients
         look = functools.partial(self._look_at_gradients, optimizer, by_closure=closure is not None)
         if self._skip_step is not None:
@@ -352,7 +327,7 @@ class Collector(Listener):
             self._parameters.scan_after_step(optimizer, plan)
         scanned = time.perf_counter()
         self._meter.cost.slow += scanned - began
-        self._optimizer_stepped(optimizer, outcome_of(optimizer, self._stepping.scaler))
+        self._optimizer_stepped(optimizer, plan, outcome_of(optimizer, self._stepping.scaler))
         self._meter.cost.rest += time.perf_counter() - scanned
 
     def on_before_scaled_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
@@ -367,16 +342,17 @@ class Collector(Listener):
             return
         plan = self.optimizers.plan(optimizer)
         if plan is not None and self.calls.is_attached:
+            self._training.before_optimizer_step(plan)
             self._scan_gradients(optimizer, plan)
             if self.turn.slow:
                 self._parameters.scan_buffers()  # the forward has changed them all the same
             outcome = Outcome(id(optimizer), True, scaler.get_scale())
-            self._optimizer_stepped(optimizer, outcome)
+            self._optimizer_stepped(optimizer, plan, outcome)
 
-    def _optimizer_stepped(self, optimizer: Optimizer, outcome: Outcome) -> None:
+    def _optimizer_stepped(self, optimizer: Optimizer, plan: Plan, outcome: Outcome) -> None:
         if self._inputs is not None and outcome.skipped is not True:
             self._inputs.note_step()
-        if self.tracker.on_after_optimizer_step().end:
+        if self.tracker.on_after_optimizer_step(plan.number).end:
             self._end_step(optimizer, outcome)
 
     # -- steps -----------------------------------------------------------------------------------
@@ -416,12 +392,13 @@ class Collector(Listener):
         with self.records.lock:
             if not self.records.end_step(self.turn, optimizer, outcome):
                 return
+            step, was_reopened = self.tracker.step, self.tracker.is_reopened
             self.tracker.ended()
-            if self._inputs is not None:
+            if self._inputs is not None and not self.tracker.may_be_probed:
                 self._inputs.forget()
-            now = time.perf_counter()
-            self._schedule.note(self.turn, self._meter.take(), now - self._step_began)
-            self._step_began = now
-            self._next_turn()
+            if not was_reopened:  # else what came after the forward is counted with the next one
+                self._schedule.note(self.turn, self._meter.take(), self._meter.lap())
+            if self.tracker.step != step:  # all parts of a step are scanned alike
+                self._next_turn()
             self.records.deliver()
             self._consumer.on_step_end(self.tracker.step)

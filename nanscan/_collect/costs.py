@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from nanscan import _C
 from nanscan._collect.schedule import Cost, dispatch_seconds, gradient_dispatch_seconds
 
@@ -32,10 +34,16 @@ class CostMeter:
         self.dispatch = dispatch_seconds() if is_timed else 0.0
         self.gradient_dispatch = gradient_dispatch_seconds() if is_timed and with_gradients else 0.0
         self.cost = Cost()
+        self._began = time.perf_counter()
         self._steps = 0
         self._device_seconds = 0.0
         if is_timed:
             calls.set_timed(True)
+
+    def lap(self) -> float:
+        """Seconds since the last time."""
+        began, self._began = self._began, time.perf_counter()
+        return self._began - began
 
     def take(self) -> Cost:
         """What was spent since the last time."""

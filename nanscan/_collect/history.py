@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nanscan import _C
 from nanscan._data.row import ROW, Rows, absmax, finite_max, finite_min
 
 Order = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[Any]
+
+_UNUSED = np.iinfo(np.int64).min
 
 _NUMBERS: dict[str, Callable[[Rows], Numbers]] = {
     **{name: itemgetter(name) for name in ("calls", "nan", "posinf", "neginf")},
@@ -60,11 +63,32 @@ class History:
     """
 
     def __init__(self, steps: int) -> None:
-        self._steps = np.full(steps, -1, np.int64)
+        self._steps = np.full(steps, _UNUSED, np.int64)
         self._rows = np.zeros((steps, 0), ROW)
         self._order = np.zeros((steps, 0), np.uint64)
         self._taken = 0
         self.full_order: Order = np.zeros(0, np.uint64)  # of the last step that scanned everything
+
+    def has(self, step: int) -> bool:
+        """Whether a part of a step was kept last."""
+        return self._taken > 0 and bool(self._steps[self._slot(-1)] == step)
+
+    def add(self, step: int, rows: Rows, order: Order) -> None:
+        """Keeps the rows of a step, or merges those of a further part into it."""
+        if self.has(step):
+            self._reserve(len(rows))
+            into = self._rows[self._slot(-1), : len(rows)]
+            _C.merge_rows(rows.view(np.uint8), into.view(np.uint8))
+        else:
+            into, its_order = self.next_slot(step, len(rows))
+            into[:], its_order[:] = rows, order
+
+    def shift(self, steps: int) -> None:
+        """Lowers the numbers of all steps so far."""
+        self._steps[self._steps != _UNUSED] -= steps
+
+    def _slot(self, position: int = 0) -> int:
+        return (self._taken + position) % len(self._steps)
 
     def next_slot(self, step: int, count: int) -> tuple[Rows, Order]:
         """The arrays to fill for a step: rows [count] and their order [count].
@@ -72,7 +96,7 @@ class History:
         `count` is never less than it was before.
         """
         self._reserve(count)
-        slot = self._taken % len(self._steps)
+        slot = self._slot()
         self._taken += 1
         self._steps[slot] = step
         return self._rows[slot, :count], self._order[slot, :count]
@@ -95,7 +119,7 @@ class History:
     def kept(self, rows: list[int]) -> tuple[npt.NDArray[np.int64], Rows]:
         """The kept steps, oldest first, and records [steps, rows]; zeros where not scanned."""
         slots = (self._taken + np.arange(len(self._steps))) % len(self._steps)
-        slots = slots[self._steps[slots] >= 0]
+        slots = slots[self._steps[slots] != _UNUSED]
         records = np.zeros((len(slots), len(rows)), ROW)
         for column, row in enumerate(rows):
             if row < self._rows.shape[1]:  # else its first step is not over yet

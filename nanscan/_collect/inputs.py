@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from nanscan._collect.holders import Holder, attributes_of, next_search
 from nanscan._collect.names import Registry
-from nanscan._data.kept import PLAIN, TENSORS, KeptCall, KeptTensor
+from nanscan._data.kept import PLAIN, TENSORS, KeptCall, KeptTensor, version
 from nanscan._data.text import type_name
 
 _logger = logging.getLogger("nanscan")
@@ -28,8 +29,8 @@ _MAX_COPIED = 1 << 28  # bytes of one call that are copied
 class KeptInputs:
     """Keeps how calls of outermost modules began.
 
-    It copies what calls of a module change in place, such as a KV cache or running statistics. Of
-    the first call, of which that is not known yet, it copies buffers and what containers hold.
+    It copies what calls of a module change in place, such as a KV cache or running statistics, and
+    what it has not seen in an earlier call, of which that is not known yet.
 
     Args:
         registry: places of modules.
@@ -38,7 +39,9 @@ class KeptInputs:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._calls: dict[int, KeptCall] = {}  # by id(module), latest last
-        self._changing: dict[int, set[str]] = {}  # by id(module), paths that its calls change
+        # By id(module): which paths its calls change.
+        self._changing: dict[int, dict[str, bool]] = {}
+        self._attributes: dict[int, _Attributes] = {}  # by id(module)
         self._steps = 0  # that optimizers have taken
         self.is_needed = True  # False: nothing more will be saved
         self._has_warned = False
@@ -76,13 +79,17 @@ class KeptInputs:
     def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> KeptCall:
         notes: dict[str, str] = {}
         began = self._steps
-        keep = _Keeper(self._changing.get(id(module)))
+        keep = _Keeper(self._changing.get(id(module), {}))
+        attributes = self._attributes.get(id(module))
+        if attributes is None or attributes.module() is not module:
+            attributes = self._attributes[id(module)] = _Attributes(weakref.ref(module))
         return KeptCall(
             weakref.ref(module),
             None,  # a module may get its place later in the call
             _structure(args, "args", notes, keep),
             _structure(kwargs, "kwargs", notes, keep),
             {name: keep(x, f"state_dict[{name!r}]") for name, x in module.named_buffers()},
+            attributes.keep(notes, keep),
             _rng_states(),
             {
                 kind: torch.get_autocast_dtype(kind)
@@ -106,37 +113,57 @@ class KeptInputs:
     def _learn(self, key: int, call: KeptCall | None) -> None:
         """Notes what a call that is over has changed, so that the next one copies it before."""
         if call is not None:
-            kept = [*_kept(call.args), *_kept(call.kwargs), *call.buffers.values()]
-            changed = {x.path for x in kept if x.is_changed}
-            self._changing[key] = self._changing.get(key, set()) | changed
+            kept = _kept((call.args, call.kwargs, dict(call.buffers), dict(call.attributes)))
+            known = self._changing.setdefault(key, {})
+            for x in kept:  # of an inference tensor it is never known
+                known[x.path] = known.get(x.path, False) or x.is_changed or x.version < 0
 
 
 class _Keeper:
     """Puts tensors of one call into a KeptTensor.
 
     Args:
-        changing: paths that calls change; None: that is not known.
+        changing: whether calls change what lies at a path, as far as it is known.
     """
 
-    def __init__(self, changing: set[str] | None) -> None:
+    def __init__(self, changing: Mapping[str, bool]) -> None:
         self._changing = changing
         self._left = _MAX_COPIED
 
     def __call__(self, x: torch.Tensor, path: str) -> KeptTensor:
-        version = None if x.is_inference() else x._version  # noqa: SLF001
         copy = None
-        is_wanted = _may_change(path) if self._changing is None else path in self._changing
         is_plain = type(x) in TENSORS and x.layout is torch.strided and not x.is_meta
-        if is_wanted and is_plain and version is not None:
+        if self._changing.get(path, True) and is_plain:
             self._left -= x.numel() * x.element_size()
             if self._left >= 0:
                 copy = x.detach().clone()
-        return KeptTensor(x, version, path, copy)
+        return KeptTensor(x, version(x), path, copy)
 
 
-def _may_change(path: str) -> bool:
-    """Whether a first call may change a tensor: a buffer, or one in a container, as in a cache."""
-    return path.startswith("state_dict") or path.count("[") > 1
+class _Attributes:
+    """What the modules inside of one hold as plain attributes, such as a KV cache."""
+
+    def __init__(self, module: weakref.ref[nn.Module]) -> None:
+        self.module = module
+        self._holders: list[tuple[str, Holder]] = []
+        self._calls = self._next_search = 0
+
+    def keep(self, notes: dict[str, str], keep: _Keeper) -> dict[str, dict[str, Any]]:
+        """What is there now, by the names of the module and of the attribute."""
+        module = self.module()
+        if module is not None and self._calls >= self._next_search:
+            self._next_search = next_search(self._calls)
+            self._holders = [
+                (name, Holder(weakref.ref(child), key, is_buffer=False))
+                for name, child in module.named_modules()
+                for key in attributes_of(child)
+            ]
+        self._calls += 1
+        kept: dict[str, dict[str, Any]] = {}
+        for name, holder in self._holders:
+            path = f"{name}.{holder.key}".removeprefix(".")
+            kept.setdefault(name, {})[holder.key] = _structure(holder.value, path, notes, keep)
+        return kept
 
 
 def _kept(x: Any) -> Iterator[KeptTensor]:

@@ -19,7 +19,7 @@ class Listener:
     Where several threads train, each event comes in the thread in which it happens.
     """
 
-    def on_before_forward(self, place: ModulePlace) -> None:
+    def on_before_forward(self, place: ModulePlace, args: Any, kwargs: Any) -> None:
         """An outermost module is about to run: no watched module is running in this thread."""
 
     def on_outermost_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -17,8 +17,9 @@ from nanscan._collect import door
 from nanscan._collect.listener import Listener
 from nanscan._collect.names import Registry
 from nanscan._collect.output_gradients import OutputGradients
-from nanscan._collect.scanner import Scanner, tensors, version
+from nanscan._collect.scanner import Scanner, tensors
 from nanscan._collect.schedule import Turn
+from nanscan._data.kept import version
 from nanscan._data.places import ModulePlace, Node
 from nanscan._data.site import Kind
 
@@ -153,11 +154,11 @@ class ModuleCalls:
         found = [each for x, node in pairs for each in tensors(x, node)]
         self._bad_inputs[threading.get_ident()] = [(x, version(x), node) for x, node in found]
 
-    def on_before_forward(self, place: ModulePlace) -> bool:
+    def on_before_forward(self, place: ModulePlace, args: Any, kwargs: Any) -> bool:
         """A call that no other encloses. Returns whether it repeats one, for a checkpoint."""
         recomputing = is_recomputing()
         if not recomputing:
-            self._listener.on_before_forward(place)
+            self._listener.on_before_forward(place, args, kwargs)
         return recomputing
 
     def on_after_forward(self, place: ModulePlace) -> None:

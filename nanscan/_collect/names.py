@@ -79,6 +79,7 @@ class Registry:
             yield place
             yield from place.parameters.values()
             yield from place.buffers.values()
+            yield from place.attributes.values()
         yield from self._loose.values()
         yield from self._single.values()
 
@@ -89,10 +90,24 @@ class Registry:
     def buffers(self) -> Iterator[tuple[torch.Tensor, SinglePlace]]:
         """Every buffer that a known module has now."""
         for reference, key, place in self._buffers:
-            module = reference()
-            buffer = getattr(module, key, None)
+            buffer = getattr(reference(), key, None)
             if place.watched and isinstance(buffer, torch.Tensor):
                 yield buffer, place
+
+    def buffer_owners(self) -> list[tuple[weakref.ref[nn.Module], str, SinglePlace]]:
+        """Of each watched buffer the module that has it, under which name, and its place."""
+        return [entry for entry in self._buffers if entry[2].watched]
+
+    def attribute(self, owner: ModulePlace, path: str) -> SinglePlace:
+        """A tensor that a module holds as a plain attribute, such as `cache[1]`."""
+        place = owner.attributes.get(path)
+        if place is None:
+            is_first = owner.name == next(iter(self._roots), "")
+            place = SinglePlace(path if is_first else f"{owner.name}.{path}", owner, Kind.BUFFER)
+            place.watched = owner.watched and self._wants(place.name, None)
+            place.is_saved = False
+            owner.attributes[path] = place
+        return place
 
     def parameter(self, parameter: torch.Tensor, loose_name: str) -> ParameterPlace | None:
         """A parameter's place; None where its model is not watched.

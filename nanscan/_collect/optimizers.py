@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from nanscan._scan.check import check
 
 Watched = list[tuple[int, ParameterPlace]]  # by position in the optimizer
 
-_MAX_PLANS = 64
+_MAX_PLANS = 1024
 _HALF = 2  # bytes
 
 
@@ -36,6 +38,8 @@ class Plan:
 
     Attributes:
         optimizer: whose plan it is.
+        number: of the optimizer, among those that are alive. One that is made anew with the same
+            parameters has the number of the one before it.
         identity: ids of all its parameters, to notice when they change.
         known: how many changes of modules were known, to notice new ones.
         has_loose: some parameter belongs to no known module.
@@ -45,12 +49,29 @@ class Plan:
     """
 
     optimizer: weakref.ref[Optimizer]
+    number: int
     identity: list[int]
     known: int
     has_loose: bool
     watched: Watched
     backward: Watched
     order_version: int
+
+
+class Stepping(threading.local):
+    """Between the two hooks of an optimizer step: whose step it is, by id, and its plan.
+
+    Attributes:
+        optimizer: id of the optimizer; 0: no watched optimizer is stepping.
+        plan: the optimizer's.
+        stepped: the optimizer that a GradScaler steps has begun to.
+        scaler: the GradScaler that is stepping an optimizer.
+    """
+
+    optimizer = 0
+    plan: Plan
+    stepped = False
+    scaler: GradScaler | None = None
 
 
 class Optimizers:
@@ -67,6 +88,8 @@ class Optimizers:
         self._table = table
         self._order = order
         self._plans: dict[int, Plan] = {}  # by id(optimizer)
+        self._alive = weakref.WeakSet[Optimizer]()  # when one that was not among them had stepped
+        self._late = set[int]()  # numbers of those made after others had stepped; not stepped yet
 
     def plan(self, optimizer: Optimizer) -> Plan | None:
         """Places of an optimizer's parameters; None if none of them is watched."""
@@ -78,8 +101,6 @@ class Optimizers:
             or plan.identity != identity
             or (plan.has_loose and plan.known != self._registry.changes)
         ):
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
             plan = self._plans[id(optimizer)] = self._make_plan(optimizer, identity)
         elif plan.order_version != self._order.version:
             plan = self._plans[id(optimizer)] = dataclasses.replace(
@@ -99,6 +120,7 @@ class Optimizers:
         watched = [(i, place) for i, place in places if place is not None and place.watched]
         return Plan(
             weakref.ref(optimizer),
+            self._number(optimizer, identity),
             identity,
             self._registry.changes,
             any(place is None or place.parent is None for _, place in places),
@@ -106,6 +128,32 @@ class Optimizers:
             self._in_plan(optimizer, watched),
             self._order.version,
         )
+
+    def _number(self, optimizer: Optimizer, identity: list[int]) -> int:
+        """The number of an optimizer; forgets those that are gone, whose numbers are free again."""
+        plans = {key: plan for key, plan in self._plans.items() if plan.optimizer() is not None}
+        self._plans = plans if len(plans) < _MAX_PLANS else {}
+        taken = set[int]()
+        for plan in self._plans.values():
+            if plan.optimizer() is optimizer or plan.identity == identity:
+                return plan.number
+            taken.add(plan.number)
+        number = next(number for number in itertools.count() if number not in taken)
+        if optimizer not in self._alive:
+            if taken:
+                self._late.add(number)
+            self._alive = weakref.WeakSet(_all_optimizers())
+        return number
+
+    def may_join(self, plan: Plan) -> bool:
+        """Whether an optimizer may step in the step in which another did, as in a GAN.
+
+        Not the first time, if it was made after others had stepped: it replaces them, though they
+        may still be alive. To be asked before each of its steps.
+        """
+        is_late = plan.number in self._late
+        self._late.discard(plan.number)
+        return not is_late
 
     def _in_plan(self, optimizer: Optimizer, watched: Watched) -> Watched:
         parameters = parameters_of(optimizer)
@@ -230,12 +278,15 @@ def outcome_of(optimizer: Optimizer, scaler: GradScaler | None) -> Outcome:
     return Outcome(id(optimizer), skipped.clone(), kept)
 
 
+def _all_optimizers() -> Iterator[Optimizer]:
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
+
+
 def is_any_optimizer_for(registry: Registry) -> bool:
     """Whether an optimizer of the process holds a watched parameter. Looks at all objects."""
-    optimizers = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
     return any(
         registry.parameter(parameter, "") is not None
-        for optimizer in optimizers
+        for optimizer in _all_optimizers()
         for group in getattr(optimizer, "param_groups", ())  # it may be in the making elsewhere
         for parameter in group["params"]
     )

@@ -14,11 +14,11 @@ import torch
 
 from nanscan import _C
 from nanscan._collect.names import Registry
+from nanscan._collect.newly_bad import NewlyBad
 from nanscan._collect.snapshot import BY_NO_OPTIMIZER, Scans
 from nanscan._collect.table import Table
-from nanscan._data.places import ModulePlace, Node, ParameterPlace
+from nanscan._data.places import ModulePlace, ParameterPlace
 from nanscan._data.row import ROW, nonfinite
-from nanscan._data.site import Kind
 
 _UNSCANNED = "it went bad in a step after which it was not scanned"
 _AMID = "its optimizer made it so within this step, before it called the closure again"
@@ -53,9 +53,11 @@ class ParameterChanges:
     Args:
         registry: names of modules and parameters.
         table: what was scanned in this step.
+        is_on: False: parameters are not scanned, so nothing is told.
     """
 
-    def __init__(self, registry: Registry, table: Table) -> None:
+    def __init__(self, registry: Registry, table: Table, *, is_on: bool) -> None:
+        self._is_on = is_on
         self._registry = registry
         self._table = table
         self._ticket = table.last_ticket  # when it was last asked
@@ -83,7 +85,7 @@ class ParameterChanges:
 
         Nearly always none: nothing went bad since the last call.
         """
-        if self._table.last_ticket == self._ticket and not self._spoiled:
+        if not self._is_on or (self._table.last_ticket == self._ticket and not self._spoiled):
             return
         since, self._ticket = self._ticket, self._table.last_ticket
         steps = {place: step for step in self._steps.values() for _, place in step.watched}
@@ -111,6 +113,8 @@ class ParameterChanges:
 
     def _suspects(self, since: int) -> list[tuple[torch.Tensor, ParameterPlace]]:
         wanted = self._places(since) | self._spoiled
+        if not wanted:
+            return []
         return [
             (parameter, place)
             for parameter, place in self._registry.live_parameters()
@@ -119,37 +123,15 @@ class ParameterChanges:
 
     def _places(self, since: int) -> set[ParameterPlace]:
         """Parameters used where something went bad after a ticket was taken."""
-        tickets = {
-            self._table.nodes[row]: ticket
-            for row, ticket, only_neginf in self._table.core.bad_rows
-            if not (only_neginf and self._table.nodes[row].kind.may_be_mask)  # a mask
-        }
-        bad = {node.row for node in tickets}
-        new = [node for node, ticket in tickets.items() if ticket > since]
-        in_forward = any(node.kind in (Kind.INPUT, Kind.OUTPUT) for node in tickets)
-        if not in_forward and any(node.kind.comes_late for node in new):
+        newly = NewlyBad(self._table, since)
+        if not newly:
+            return set()
+        if newly.is_of_backward:
             return {place for _, place in self._registry.live_parameters()}
-        return set(self._own_parameters({owner for n in new for owner in self._owners(n, bad)}))
-
-    def _owners(self, node: Node, bad: set[int]) -> Iterator[ModulePlace]:
-        """Modules whose own forward may have made a bad value out of good ones."""
-        place, around = node.place, node.place.parent
-        if node.kind is Kind.INPUT and around is not None:
-            yield around
-        if node.kind is Kind.OUTPUT and isinstance(place, ModulePlace):
-            sources = place.input_sources()
-            if sources & bad:
-                return
-            yield place
-            # What was not scanned on its way in may be the doing of the module around.
-            if around is not None and not any(map(self._table.order, sources)):
-                yield around
+        return set(self._own_parameters(newly.owners()))
 
     def _own_parameters(self, owners: set[ModulePlace]) -> Iterator[ParameterPlace]:
         """Those of modules, and of others inside them that never run through their own call."""
         for place in self._registry.places.values():
-            user: ModulePlace | None = place
-            while user is not None and user not in owners:
-                user = None if user.called else user.parent
-            if user is not None:
+            if place.user_of(owners) is not None:
                 yield from place.parameters.values()

@@ -37,6 +37,14 @@ class Consumer(Protocol):
         """Whether a record matters in which no row is notable: something may have recovered."""
         raise NotImplementedError
 
+    def on_training_start(self) -> bool:
+        """The first optimizer is seen. Returns whether steps may be counted anew from here."""
+        raise NotImplementedError
+
+    def knows(self, rows: Snapshot) -> bool:
+        """Whether all that is notable is known to mean nothing, as masks do."""
+        raise NotImplementedError
+
     def on_record(self, record: StepRecord) -> None:
         """All that is known of a step, or of a part of one. Records come in order."""
 
@@ -110,6 +118,13 @@ class RecordQueue:
         """Forgets what is on its way."""
         self._pending.clear()
 
+    def count_anew(self) -> None:
+        """The current step becomes number 0, and those before it are numbered backwards."""
+        steps = self._tracker.count_anew()
+        self._table.history.shift(steps)
+        for pending in self._pending:
+            pending.step -= steps
+
     @property
     def may_be_bad(self) -> bool:
         """Whether a row went bad since the last record, as far as the host can know."""
@@ -128,6 +143,14 @@ class RecordQueue:
             **context: fields of the record.
         """
         self._send(_Pending(sweep, self._tracker.step, context=context))
+
+    def add_untrained(self, sweep: Sweep, turn: Turn) -> None:
+        """Adds scans of a model that runs for the first time, and has them judged."""
+        with self.lock:
+            if self.may_be_bad:
+                self.look(turn)  # what other models did before comes first
+            self.add_sweep(sweep, is_untrained=True)
+            self.deliver()
 
     def end_step(
         self, turn: Turn, optimizer: Optimizer | None = None, outcome: Outcome | None = None
@@ -207,6 +230,7 @@ class RecordQueue:
         return {
             "turn": turn,
             "continues": self._tracker.continues,
+            "ended_by": self._tracker.stepped,
             "entered": frozenset(self._tracker.entered),
         }
 
@@ -232,7 +256,8 @@ class RecordQueue:
         if not isinstance(pending.rows, Sweep):  # which shows nothing of the table
             self._delivered_ticket = self._table.last_ticket
         self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
-        if rows.notable or skips or self._consumer.has_news:
+        is_notable = bool(rows.notable) and not (pending.is_whole and self._consumer.knows(rows))
+        if is_notable or skips or self._consumer.has_news:
             self._consumer.on_record(self._record(pending, rows, skips))
         elif pending.is_whole:  # nearly every step; a record would cost more than the rest
             self._consumer.on_clean_step(pending.step)
@@ -244,6 +269,7 @@ class RecordQueue:
             rows.order,
             tuple(rows.notable),
             rows.describe,
+            rows.bad_counts,
             self._table.nodes,
             self._table.history,
             ModelView(self._registry.modules, self._optimizers.facts),

@@ -177,14 +177,6 @@ def tensors(
         yield from tensors(value, child, deeper)
 
 
-def version(x: torch.Tensor) -> int:
-    """How often a tensor was changed in place; -1 where torch does not count."""
-    try:
-        return int(x._version)  # noqa: SLF001 - no public spelling
-    except RuntimeError:  # an inference tensor
-        return -1
-
-
 def _has_history(x: torch.Tensor) -> bool:
     try:
         return x.grad_fn is not None

@@ -21,10 +21,15 @@ from nanscan._data.result import Record, ScanResult
 from nanscan._data.row import Rows
 
 Describe = Callable[[int], tuple[str, tuple[int, ...]] | None]
+BadCounts = Callable[[int], tuple[int, int, int, int] | None]
 # How a parameter went bad that other code than an optimizer has written to.
 BY_NO_OPTIMIZER = "changed between two steps, by no optimizer"
 # A node, its record or what will be it, and the name of dtype and the shape of the tensor.
 Scans = list[tuple[Node, Record | _C.PendingScan, tuple[str, tuple[int, ...]]]]
+
+
+def _unknown_counts(_row: int) -> None:
+    return None
 
 
 @dataclass
@@ -36,16 +41,20 @@ class Snapshot:
         order: [N] position of each row among the step's first visits, from 1; 0: not visited.
         notable: rows that are non-finite or near their dtype's limit.
         describe: dtype and shape of what was scanned into a row; None for none.
+        bad_counts: of a bad row, those of its first bad call, where they are known.
         arrival: rows that are still on their way.
         is_to_keep: it is to become part of the history once it is complete.
+        is_whole: nothing more comes into these rows.
     """
 
     rows: Rows
     order: Order
     notable: list[int]
     describe: Describe
+    bad_counts: BadCounts = _unknown_counts
     arrival: _C.Arrival | None = None
     is_to_keep: bool = False
+    is_whole: bool = False
 
     def ready(self) -> bool:
         """Whether all rows arrived. Never blocks."""
@@ -153,12 +162,16 @@ class StepRecord:
         rows: [N] records of dtype `ROW`.
         order: [N] position of each row among the step's first visits, from 1; 0: not visited.
         notable: rows that are non-finite or near their dtype's limit.
-        describe: dtype and shape of what was scanned into a row; None for none.
+        describe: dtype and shape of what was scanned into a row; None for none. Of a bad row it is
+            what its first bad call scanned.
+        bad_counts: of a bad row: elements, NaN, +Inf and -Inf of its first bad call; None where
+            they are not known, as on devices.
         nodes: [N] what each row stands for.
         history: rows of the steps before, and of this one where it is whole.
         model: the modules and their optimizers.
         is_whole: the rows began anew after it; else the step goes on.
-        continues: an earlier record held the first part of the same step.
+        continues: an earlier record held the forward of the same step.
+        ended_by: number of the optimizer whose step ended this part of the step; -1: none did.
         is_ahead: it is judged amid a step, so that inputs can still be saved; findings wait for the
             end of the step.
         is_untrained: it holds parameters, scanned before their model first ran.
@@ -181,11 +194,13 @@ class StepRecord:
     order: Order
     notable: Sequence[int]
     describe: Describe
+    bad_counts: BadCounts
     nodes: Sequence[Node]
     history: History
     model: ModelView
     is_whole: bool
     continues: bool = False
+    ended_by: int = -1
     is_ahead: bool = False
     is_untrained: bool = False
     spoiled: str = ""

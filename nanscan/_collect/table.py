@@ -88,7 +88,7 @@ class Table:
         """
         with self._lock:
             count = len(self.nodes)
-            if keep and not self.on_device:
+            if keep and not self.on_device and not self.history.has(step):
                 rows, order = self.history.next_slot(step, count)
                 keep = False
             else:
@@ -98,8 +98,17 @@ class Table:
         if taken is None:
             return None
         notable, arrival = taken
-        describe = self.core.describe if arrival is None else arrival.describe
-        return Snapshot(rows, order, notable, describe, arrival, keep)
+        source = self.core if arrival is None else arrival
+        return Snapshot(
+            rows,
+            order,
+            notable,
+            source.describe,
+            source.bad_counts,
+            arrival,
+            is_to_keep=keep,
+            is_whole=reset,
+        )
 
     def complete(self, step: int, item: Snapshot | Sweep) -> Snapshot:
         """A snapshot with all its rows, in the history if it belongs there.
@@ -110,12 +119,14 @@ class Table:
             return self._swept(item)
         if item.arrival is not None:
             item.arrival.wait()
-            item.notable = item.arrival.merge_into(item.rows.view(np.uint8), item.order)
+            memory = item.rows.view(np.uint8)
+            item.notable = item.arrival.merge_into(memory, item.order)
+            if item.is_whole:
+                item.notable += self.core.turned_to_zero(memory, item.order)
             item.arrival = None  # its memory is free again; `describe` keeps the rest
         if item.is_to_keep:
             with self._lock:
-                rows, order = self.history.next_slot(step, len(item.rows))
-                rows[:], order[:] = item.rows, item.order
+                self.history.add(step, item.rows, item.order)
         return item
 
     def _swept(self, sweep: Sweep) -> Snapshot:

@@ -13,8 +13,8 @@ import torch
 from nanscan._data import report
 from nanscan._data.cause import Cause
 from nanscan._data.location import Location
-from nanscan._data.result import ScanResult, describe_parts
-from nanscan._data.site import Site
+from nanscan._data.result import BadCall, ScanResult, describe_parts
+from nanscan._data.site import Kind, Site
 from nanscan._data.text import dtype_name, number, share
 
 Verdict = Literal[
@@ -52,7 +52,8 @@ class Finding:
             GradScaler skipped the step and lowers its scale, as it should; "persistent-overflow":
             it did so too many times in a row; "all-zero": it is finite, and all of it turned 0.
         how: the verdict in words.
-        stats: counts, extremes and the first bad index, over this step.
+        stats: counts, extremes and the first bad index, over this step. With several optimizers,
+            over the part of the step that ends when one of them has stepped.
         given: what the site was made from: a module's inputs, a parameter's gradient and moments.
         before: the sites scanned just before, in execution order.
         between: the two sites between which code outside of any module made the values, if so.
@@ -67,6 +68,8 @@ class Finding:
             episode; 0 for what is no fault.
         news: "new": its episode begins with it; "again": its episode goes on, and is told again;
             "": it belongs to an episode that was told. Sinks get no fault with "".
+        bad_call: the first bad one of several calls in the step; None where there was one, or where
+            it is not known which it was. Parameters and their gradients have none.
     """
 
     step: int
@@ -86,6 +89,7 @@ class Finding:
     unlikely: tuple[str, ...] = ()
     episode: int = 0
     news: Literal["", "new", "again"] = ""
+    bad_call: BadCall | None = None
 
     @property
     def is_fault(self) -> bool:
@@ -135,6 +139,9 @@ def _report(finding: Finding) -> list[str]:
         lines += report.block("tied to", [", ".join(finding.aliases)])
     counts, *rest = describe_parts(finding.stats)
     lines += report.block("values", [counts, ", ".join(rest)] if rest else [counts])
+    if finding.bad_call:
+        is_backward = finding.site.kind in (Kind.LOSS, Kind.GRAD_OUTPUT)
+        lines += report.block("backward" if is_backward else "call", [str(finding.bad_call)])
     if finding.between:
         lines += report.block("between", [f"{finding.between[0]}  and  {finding.between[1]}"])
     if finding.unscanned:

@@ -135,7 +135,8 @@ class Location:
         recomputed: it ran again inside backward, for a checkpoint.
         bad_settings: where `at` ran in an optimizer step: settings of the optimizer that are not
             finite.
-        step: number of the step, from 0; of those that ended while it was searched.
+        step: number of the step, from 0; of those that ended while it was searched. With several
+            optimizers each one's step counts, but for what `enable(locate=True)` found.
         causes: likely causes, best first; empty when no evidence points to one.
         unlikely: what is commonly suspected and, by the numbers, is not it; two at most.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -49,11 +49,13 @@ class ModulePlace(Place):
     """A module: its argument trees and its own parameters and buffers.
 
     Attributes:
+        attributes: tensors that it holds as plain attributes, by path, once one was bad.
         called: it ran at least once.
         swept: for an outermost module: its parameters were scanned before its first call.
     """
 
     __slots__ = (
+        "attributes",
         "buffers",
         "called",
         "inputs",
@@ -74,6 +76,17 @@ class ModulePlace(Place):
         self.recomputed = Node(self, Kind.OUTPUT, _RECOMPUTED)
         self.parameters: dict[str, ParameterPlace] = {}
         self.buffers: dict[str, SinglePlace] = {}
+        self.attributes: dict[str, SinglePlace] = {}
+
+    def user_of(self, owners: Collection[ModulePlace]) -> ModulePlace | None:
+        """Which of some modules uses the tensors of this one: itself, or the one around.
+
+        A module inside of another that never runs through its own call is read by that one.
+        """
+        user: ModulePlace | None = self
+        while user is not None and user not in owners:
+            user = None if user.called else user.parent
+        return user
 
     def nodes(self) -> Iterator[Node]:
         """Every position of it that was seen so far, its parameters' and buffers' aside."""

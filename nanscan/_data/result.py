@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -180,7 +181,42 @@ def _restored(row: bytes, shape: tuple[int, ...], dtype: torch.dtype, moments: b
 _C.initialize_results(ScanResult, DTYPES)
 
 
-def bad_counts(result: ScanResult) -> str:
+@dataclass(frozen=True)
+class BadCall:
+    """The call in which a site went bad, of several in one step. They share one result.
+
+    Of a loss, and of the gradient of an output, each backward is a call, in its order.
+
+    Attributes:
+        number: of the call, from 1.
+        calls: how many there were.
+        is_over: the step was over; else there may have been more calls after the finding.
+        shape: of the tensor in that call.
+        numel: elements scanned in that call; None where that was on a device, which does not tell
+            calls apart. So it is with the counts.
+        nan_count: elements of that call that are NaN.
+        posinf_count: elements of that call that are +Inf.
+        neginf_count: elements of that call that are -Inf.
+    """
+
+    number: int
+    calls: int
+    is_over: bool
+    shape: tuple[int, ...]
+    numel: int | None = None
+    nan_count: int | None = None
+    posinf_count: int | None = None
+    neginf_count: int | None = None
+
+    def __str__(self) -> str:
+        of = f"{self.number} of {self.calls}" + ("" if self.is_over else " so far")
+        shape = f"shape {list(self.shape)}"
+        if self.numel is None:
+            return f"{of}, {shape}"
+        return f"{of}: {bad_counts(self)} of {self.numel:,}, {shape}"
+
+
+def bad_counts(result: ScanResult | BadCall) -> str:
     """Such as "3 NaN, 1 +Inf"; "" where all is finite."""
     counts = {
         "NaN": result.nan_count,

@@ -6,6 +6,9 @@ import math
 
 import torch
 
+_PARTS = 64  # of a dimension that bits tell apart
+_SHOWN = 4  # indices
+
 
 def number(value: float) -> str:
     """As a person reads it."""
@@ -53,6 +56,13 @@ def share(x: float, most: float) -> str:
 def plural(count: int, noun: str) -> str:
     """A count with its noun."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def indices(parts: int, size: int) -> str:
+    """Indices of a dimension, given as bits: "1, 5"; "" where it is longer than the bits."""
+    found = [str(index) for index in range(size) if parts >> index & 1]
+    more = ", ..." if len(found) > _SHOWN else ""
+    return "" if size > _PARTS else ", ".join(found[:_SHOWN]) + more
 
 
 def type_name(x: object) -> str:

@@ -53,6 +53,7 @@ class Episode:
         parts: which samples of each row are bad.
         after: what spoiled the buffer with which it began: that is over no sooner.
         latest: the last step in which it was bad.
+        part: number of the optimizer that ended the part of that step in which it was bad first.
         steps: in how many it was.
         comebacks: how often it was over and came again.
         is_in_forward: whether a value of a forward was bad in it.
@@ -65,16 +66,24 @@ class Episode:
     parts: dict[int, BadParts] = field(default_factory=dict)
     after: Episode | None = None
     latest: int = -1
+    part: int = -1
     steps: int = 0
     comebacks: int = 0
     is_in_forward: bool = False
     _told: int = -1
     _interval: int = _INTERVAL
 
-    def note(self, step: int) -> None:
-        """It is bad in this step."""
+    def note(self, step: int, part: int) -> None:
+        """It is bad in this step, in the part that an optimizer ended."""
+        if step != self.latest or self.part < 0:
+            self.part = part
         self.steps += step != self.latest
         self.latest = step
+
+    def may_end(self, step: int, part: int) -> bool:
+        """Whether a part of a step may be the end of it: one like that in which it was bad."""
+        is_alike = self.part < 0 or part in (-1, self.part)
+        return is_alike or step > self.latest + 1
 
     @property
     def flaps(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,8 +109,10 @@ class StepEvidence:
         -Inf as a mask does; its absmax, that of additive masks aside.
         """  # noqa: D205
         found: list[tuple[float, float, float, float]] = []
-        for row in self.scanned(*(kind for kind in Kind if kind.is_forward)):
-            stats, kind = self.record.result(row), self.record.nodes[row].kind
+        forward = [kind for kind in Kind if kind.is_forward]
+        seen = [(row, self.record.result(row)) for row in self.scanned(*forward)]
+        for row, stats in (*self._forward_of_first_part(forward), *seen):
+            kind = self.record.nodes[row].kind
             holds_mask = stats.neginf_count == stats.nonfinite_count > 0 and kind.may_be_mask
             is_bad = not (stats.is_finite or holds_mask)
             is_additive = kind is Kind.INPUT and is_mask(stats.min, stats.max)
@@ -117,6 +120,18 @@ class StepEvidence:
             found.append((self.record.order[row], is_bad, holds_mask, top))
         columns = np.array(found, np.float64).reshape(-1, 4).T
         return columns[0], columns[1], columns[2], columns[3]
+
+    def _forward_of_first_part(self, forward: list[Kind]) -> Iterator[tuple[int, ScanResult]]:
+        """Of a step whose forward was judged before, in a record of its own: what that showed."""
+        if not self.record.continues:
+            return
+        nodes = self.record.nodes[: len(self.record.rows)]
+        rows = [n.row for n in nodes if n.kind in forward and not self.record.order[n.row]]
+        steps, records = self.record.history.kept(rows)
+        for position in np.flatnonzero(steps == self.record.step):
+            for row, values in zip(rows, records[position], strict=True):
+                if values["calls"]:
+                    yield row, ScanResult(values, (), torch.float32)
 
     def masks_before(self, row: int) -> list[Seen]:
         """What holds -Inf alone, as masks do, and was scanned before a row of this step."""
@@ -190,8 +205,8 @@ class ForwardBefore:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all that was scanned is finite, or a mask."""
-        return not self.bad
+        """Whether something was scanned, and all of it is finite, or a mask."""
+        return self.count > 0 and not self.bad
 
     def __str__(self) -> str:
         aside = f", the -Inf of masks in {self.masked} aside" if self.masked else ""

@@ -9,10 +9,12 @@ from typing import Literal
 
 import torch
 
-from nanscan._collect.snapshot import StepRecord
+from nanscan._collect.snapshot import Snapshot, StepRecord
 from nanscan._data.finding import Finding
 from nanscan._data.places import ModulePlace
+from nanscan._data.row import Rows
 from nanscan._data.site import Kind, Site
+from nanscan._data.text import indices
 from nanscan._judge.all_zero import Zeros
 from nanscan._judge.causes import causes, unlikely
 from nanscan._judge.episode import BadParts, Episode, Episodes
@@ -22,10 +24,9 @@ from nanscan._judge.near_limit import NearLimit
 from nanscan._judge.provenance import Provenance
 from nanscan._judge.step import StepVerdicts
 
-_PARTS = 64  # of dimension 0 that a row tells apart
-_SHOWN = 4  # samples
 _MAX_TOLD = 3  # new episodes of one step; more are in `findings`
 
+Mask = tuple[int, ...]
 Group = list[int]  # rows with one root, in the order in which they went bad
 
 
@@ -66,6 +67,7 @@ class Judge:
         self._episodes = Episodes()
         self._lasting = Lasting()
         self._tolerated: set[int] = set()  # rows that were bad in a step and led to nothing
+        self._masks: dict[int, Mask] = {}  # of these, those that hold -Inf alone, as they were
         self._noted: set[int] = set()  # roots of which a note was given
         self._zeros = Zeros()
         self._near = NearLimit(near_limit)
@@ -86,6 +88,11 @@ class Judge:
             self._episodes or self._near.rows or self._lasting.unset.keys() - self._tolerated
         )
 
+    def knows(self, rows: Snapshot) -> bool:
+        """Whether all that is notable in a step are masks that were harmless before."""
+        masks = self._masks
+        return all(row in masks and masks[row] == _mask(rows.rows, row) for row in rows.notable)
+
     def judge(self, record: StepRecord) -> list[Finding]:
         """What is new in a step, in the order in which it happened; complete findings."""
         self.is_unsure = False
@@ -95,7 +102,7 @@ class Judge:
         near = [row for row in self._near.new_in(record, bad) if not self._ignored(row, record)]
         if self._goes_on(record, bad) and not near:
             for episode in self._episodes:
-                episode.note(record.step)
+                episode.note(record.step, record.ended_by)
             self._lasting.update(record, bad)
             return []
         self._lasting.note_unset(record, bad)
@@ -109,8 +116,9 @@ class Judge:
         in_faults = {row for group in faults for row in group}
         rows = [row for row in bad if row in in_faults]
         if record.is_whole:
-            self._latest = set(rows)
-            self._emitted = {row for row in rows if provenance.is_returned(row)}
+            emitted = {row for row in rows if provenance.is_returned(row)}
+            self._latest = {*rows, *(self._latest if record.continues else ())}
+            self._emitted = {*emitted, *(self._emitted if record.continues else ())}
         if record.skips and rows and all(record.nodes[row].kind.is_scaled for row in rows):
             news += _skipped(step, record, rows, self._max_skips)
         else:
@@ -171,6 +179,9 @@ class Judge:
                     notes.append(group)
             if (is_silent or is_note) and record.is_whole:
                 self._tolerated.update(group)
+            if is_silent and record.is_whole:
+                is_kept = {row for row in group if record.nodes[row].kind.is_saved}
+                self._masks |= {row: _mask(record.rows, row) for row in {*group} - is_kept}
         return faults, notes
 
     # -- faults ------------------------------------------------------------------------------------
@@ -213,24 +224,26 @@ class Judge:
         """What is to be reported of rows with one root; notes that they are bad."""
         root = provenance.roots[group[0]]
         episode, is_new = self._episode_of(record, provenance, root)
-        episode.note(record.step)
+        episode.note(record.step, record.ended_by)
         episode.after = episode.after or self._episodes.of(provenance.behind.get(root, -1))
         is_due = episode.is_due(record.step)
         is_buffer = is_new and root in self._lasting.unset
         rows = [root, *group] if is_buffer else group
+        worse = {row for row in rows if record.spoiled and self._lasting.is_worse(record, row)}
         reports = [
             _Report(episode, row)
             for row in rows
-            if row not in episode.rows and (is_due or not episode.flaps)
+            if row in worse or (row not in episode.rows and (is_due or not episode.flaps))
         ]
         spread = _spread(record, provenance, episode, group)
-        is_forward = any(record.nodes[row].kind.is_forward for row in group)
+        # What other code has spoiled is told with what reads it in the same step.
+        is_forward = bool(record.spoiled) or any(record.nodes[r].kind.is_forward for r in group)
         is_kept = record.nodes[root].kind is Kind.BUFFER
         shows = is_forward and is_kept and not episode.is_in_forward
         episode.is_in_forward |= is_forward
         for row in rows:
             self._episodes.add(episode, row)
-        if is_new and reports:
+        if (is_new or worse) and reports:
             reports[0].news = "new"
             reports[0].addition = episode.count if episode.comebacks else ""
         elif shows and reports:
@@ -283,12 +296,14 @@ class Judge:
 
     def _recovered(self, step: StepVerdicts, record: StepRecord, bad: set[int]) -> list[Evidence]:
         """The ends of episodes."""
-        if not record.is_whole or record.continues:
+        if not record.is_whole:
             return []
         over = [
             episode
             for episode in self._episodes
             if not (episode.rows & bad or episode.rows & self._lasting.rows.keys())
+            and not (record.continues and episode.latest == record.step)
+            and episode.may_end(record.step, record.ended_by)
             and any(map(record.was_scanned, episode.rows))
         ]
         on = [episode for episode in self._episodes if episode not in over]
@@ -339,6 +354,12 @@ class _Report:
     how: str = ""
 
 
+def _mask(rows: Rows, row: int) -> Mask:
+    """What makes of a row a mask: as long as it stays, so does what is known of it."""
+    values = rows[row]
+    return tuple(int(values[name]) for name in ("nan", "posinf", "min_key", "max_key"))
+
+
 def _skipped(
     step: StepVerdicts, record: StepRecord, bad: list[int], max_skips: int
 ) -> list[Evidence]:
@@ -379,9 +400,9 @@ def _spread(
         new = before[row].new_in(episode.parts[row])
         if not new:
             continue
-        node, sources = record.nodes[row], provenance.sources.get(row, set())
-        is_inner = node.kind is Kind.INPUT and record.around(node.place) is not None
-        if not (node.kind is Kind.OUTPUT or is_inner) or sources & provenance.lasting:
+        node = record.nodes[row]
+        place = record.around(node.place) if node.kind is Kind.INPUT else node.place
+        if node.kind not in (Kind.INPUT, Kind.OUTPUT) or place is None or provenance.keeps(place):
             break  # what is worse comes from the caller, or was kept
         samples = _samples(new, before[row].size)
         how = f"made here in {samples}, beside what was bad in the step before"
@@ -391,11 +412,11 @@ def _spread(
 
 def _samples(parts: int, size: int) -> str:
     """Indices of dimension 0 in words."""
-    if size > _PARTS:
-        return f"other samples of {size:,}"
-    indices = [str(index) for index in range(size) if parts >> index & 1]
-    shown = ", ".join(indices[:_SHOWN]) + (", ..." if len(indices) > _SHOWN else "")
-    return f"sample{'s' * (len(indices) > 1)} {shown} of {size}"
+    shown = indices(parts, size)
+    is_one = parts.bit_count() == 1
+    return (
+        f"sample{'s' * (not is_one)} {shown} of {size}" if shown else f"other samples of {size:,}"
+    )
 
 
 def _complete(evidence: Evidence) -> Finding:

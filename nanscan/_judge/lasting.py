@@ -41,6 +41,10 @@ class Lasting:
             elif row in self.unset and _is_worse(record.result(row), self.unset[row]):
                 del self.unset[row]
 
+    def is_worse(self, record: StepRecord, row: int) -> bool:
+        """Whether a row that was bad before holds more bad values now."""
+        return row in self.rows and _is_worse(record.result(row), self.rows[row])
+
     def update(self, record: StepRecord, bad: list[int]) -> None:
         """Takes over what a record shows."""
         if record.is_untrained or record.spoiled:

@@ -140,6 +140,10 @@ class Provenance:
             place = place.parent
         return False
 
+    def keeps(self, place: Place) -> bool:
+        """Whether a module, or a part of it, holds something that was bad before."""
+        return not self._inside.get(place, set()).isdisjoint(self.lasting)
+
     def is_returned(self, row: int) -> bool:
         """Whether an outermost module returned what is in a row."""
         place = self._record.nodes[row].place

@@ -10,7 +10,7 @@ import numpy as np
 from nanscan._collect.snapshot import StepRecord
 from nanscan._data.finding import Finding, Seen, Verdict
 from nanscan._data.places import ModulePlace, Node, ParameterPlace
-from nanscan._data.result import ScanResult
+from nanscan._data.result import BadCall, ScanResult
 from nanscan._data.site import Kind, Site
 from nanscan._judge.evidence import Evidence, StepEvidence
 from nanscan._judge.provenance import Provenance
@@ -93,7 +93,7 @@ class StepVerdicts:
             return _Conclusion("origin", self._record.spoiled)
         if row in self._provenance.handed_in:
             # A cache is no batch: what is bad in it may come from an earlier call.
-            memory = ", in memory that the model writes into" if node.is_written else ""
+            memory = self._memory(row) if node.is_written else ""
             how = f"the caller gave it non-finite values{memory}"
             return _Conclusion("propagated", how, from_outside=not node.is_written)
         if self._provenance.sources.get(row):
@@ -107,6 +107,15 @@ class StepVerdicts:
             return _Conclusion("origin", how, self._between(row))
         between = self._between(row) if node.kind.is_gradient else None
         return _Conclusion("origin", "made here", between)
+
+    def _memory(self, row: int) -> str:
+        """Of memory that was handed in, in which module its bad values first show."""
+        nodes, roots = self._record.nodes, self._provenance.roots
+        place, root = nodes[row].place, roots[row]
+        inside = (r for r in self._provenance.bad if roots[r] == root and nodes[r].place != place)
+        first = next(inside, None)
+        shows = "" if first is None else f"; inside of it they first show in {nodes[first].site}"
+        return f", in memory that the model writes into{shows}"
 
     def _unscanned_before(self, row: int) -> list[Site]:
         """Outputs that a full step scans between this row and the last finite one before it."""
@@ -176,6 +185,7 @@ class StepVerdicts:
             verdict=conclusion.verdict,
             how=conclusion.how,
             stats=self._result(row),
+            bad_call=self._bad_call(row),
             given=tuple(given),
             before=tuple(self._seen(self._rows_before(row))),
             between=conclusion.between,
@@ -200,6 +210,37 @@ class StepVerdicts:
     def _result(self, row: int) -> ScanResult:
         scanned = self._record.was_scanned(row)
         return self._record.result(row) if scanned else self._lasting[row]
+
+    def _bad_call(self, row: int) -> BadCall | None:
+        """The first bad call of a row, where each call of the step was scanned into it."""
+        record, node = self._record, self._record.nodes[row]
+        if not record.was_scanned(row) or node.kind.is_saved or node.kind is Kind.GRAD:
+            return None  # a gradient is the sum of all backwards, and is scanned more than once
+        number, calls = (int(record.rows[row][key]) for key in ("first_bad_call", "calls"))
+        if calls == 1 or number == 0 or calls != self._calls_of(node):
+            return None
+        counts = record.bad_counts(row) or (None,) * 4
+        return BadCall(number, calls, record.is_whole, self._result(row).shape, *counts)
+
+    def _calls_of(self, node: Node) -> int:
+        """How often the module of an input or output ran, as far as the scans show; 0: unknown.
+
+        What another module returned, or a call before, is not scanned again.
+        """
+        place = node.place
+        if not isinstance(place, ModulePlace) or node.kind is Kind.GRAD_OUTPUT:
+            return self._scans(node.row)
+        if node in place.recomputed.walk():
+            return 0
+        inputs = max((self._scans(other.row) for other in place.input_nodes()), default=0)
+        if node.kind is Kind.OUTPUT:
+            return max(inputs, self._scans(node.row))
+        returned = {row for other in place.outputs.walk() for row in (other.row, *other.sources)}
+        outputs = max(map(self._scans, returned), default=0)
+        return outputs if outputs == inputs else 0
+
+    def _scans(self, row: int) -> int:
+        return int(self._record.rows[row]["calls"]) if self._record.was_scanned(row) else 0
 
     def _rows_before(self, row: int) -> list[int]:
         """The last few rows first scanned before this one in the step, in execution order."""

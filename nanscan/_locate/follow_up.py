@@ -37,6 +37,7 @@ class FollowUp:
         self._thread: threading.Thread | None = None  # that is searched
         self._steps_left = 0  # of this search
         self._searched = 0  # steps of all searches
+        self._step = 0  # that was searched last
         self._is_late = False  # the search could not begin when the last step ended
 
     def want(self, finding: Finding) -> None:
@@ -62,8 +63,10 @@ class FollowUp:
             if not self._is_late:
                 self._begin(step)
         elif self._thread is threading.current_thread():
-            self._steps_left -= 1
-            self._searched += 1
+            is_over = step != self._step  # else another optimizer steps in it
+            self._step = self._search.step = step
+            self._steps_left -= is_over
+            self._searched += is_over
             if self._search.location is not None or self._steps_left <= 0:
                 self.stop()
             elif torch.is_inference_mode_enabled():
@@ -104,6 +107,7 @@ class FollowUp:
             self._is_late = not can_search()
             if not self._is_late:
                 self._search = Locating(self._registry, self._on_location, step, is_follow_up=True)
+                self._step = step
                 self._thread = threading.current_thread()
                 self._search.__enter__()
 

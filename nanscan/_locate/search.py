@@ -88,6 +88,15 @@ class Locating(Listener):
         self._scaler: torch.amp.GradScaler | None = None  # that is about to step an optimizer
         self._step_of_scaler = 0  # in which it was about to
 
+    @property
+    def step(self) -> int:
+        """Number of the step that is searched."""
+        return self._trace.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._trace.step = number
+
     # -- entering and leaving --------------------------------------------------------------------
 
     def __enter__(self) -> Self:

@@ -92,6 +92,7 @@ class Saver:
                 "args": () if call is None else _content(call.args, notes),
                 "kwargs": {} if call is None else _content(call.kwargs, notes),
                 "buffers": {k: x for k, x in buffers.items() if state is None or k not in state},
+                "attributes": {} if call is None else _content(dict(call.attributes), notes),
                 "rng": {} if call is None else _listed(call.rng),
                 "autocast": {} if call is None else call.autocast,
                 "training": {}
@@ -150,25 +151,24 @@ def _content(x: Any, notes: dict[str, str], done: dict[int, torch.Tensor] | None
         return type(x)((key, _content(value, notes, done)) for key, value in x.items())
     if not isinstance(x, KeptTensor):
         return x
-    if x.version is None:
-        notes[x.path] = "an inference tensor: torch cannot tell whether it was changed since"
-    elif x.is_changed and x.copy is None:
+    if x.before is None:
         notes[x.path] = "changed in place since the call began: left out"
         return None
+    if x.version < 0 and x.copy is None:
+        notes[x.path] = "an inference tensor: torch cannot tell whether it was changed since"
     if id(x.tensor) not in done:
-        before = x.copy if x.is_changed and x.copy is not None else x.tensor
-        done[id(x.tensor)] = _compact(before)
+        done[id(x.tensor)] = _compact(x.before)
     return done[id(x.tensor)]
 
 
 def _buffers_before(call: KeptCall, notes: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The buffers that were changed in place since the call began, as they were before it."""
+    """The buffers that may have changed in place since the call began, as they were before it."""
     before = {}
     for name, kept in call.buffers.items():
-        if kept.is_changed and kept.copy is not None:
-            before[name] = kept.copy
-        elif kept.is_changed:
+        if kept.before is None:
             notes[kept.path] = "changed in place since the call began: as it was afterwards"
+        elif kept.before is not kept.tensor:
+            before[name] = kept.before
     return before
 
 
@@ -248,6 +248,8 @@ class Saved:
         notes: what was left out, changed or is otherwise not as it was, by path, such as
             "args[0]" or "state_dict".
         versions: of "nanscan" and "torch".
+        attributes: what its modules held in plain attributes before the call, such as a KV cache,
+            by the names of the module and of the attribute; None in the place of what was left out.
     """
 
     args: tuple[Any, ...]
@@ -264,6 +266,7 @@ class Saved:
     autocast: dict[str, torch.dtype]
     notes: dict[str, str]
     versions: dict[str, str]
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def restore_rng(self) -> None:
         """Sets the random number generators of this process to what they were before the call.
@@ -285,11 +288,11 @@ class Saved:
 
     @property
     def missing(self) -> list[str]:
-        """The paths of arguments that were left out."""
+        """The paths of arguments and attributes that were left out."""
         return [
             path
             for path, note in self.notes.items()
-            if note.endswith("left out") and path.startswith(("args", "kwargs"))
+            if note.endswith("left out") and not path.startswith("state_dict")
         ]
 
     def differing(self, model: nn.Module) -> list[str]:

@@ -30,7 +30,10 @@ class Sink:
         """Gets the op behind a finding, found in a later step by `enable(locate=True)`."""
 
     def on_step(self, step: int) -> None:
-        """Called after a step was judged and its findings were delivered."""
+        """Called once for each step, after it was judged and its findings were delivered.
+
+        A probe outside of any module may follow a step of inference: it is judged after that.
+        """
 
     def flush(self) -> None:
         """Writes everything that the sink has buffered."""

@@ -56,6 +56,37 @@ def test_calls_merge(table):
     assert row["ticket"] == 1
 
 
+@pytest.mark.host_only(reason="devices do not count the first bad call by itself")
+def test_the_first_bad_call_is_counted_by_itself(table):
+    for values in ([1.0], [3.0, INF, NAN], [NAN], [-INF, 1.0, 2.0]):
+        table.scan(torch.tensor(values), 0)
+    assert table.bad_counts(0) == (3, 1, 1, 0)
+    assert table.bad_counts(1) is None
+    take_snapshot(table)
+    table.scan(torch.tensor([3.0, 1.0, 2.0]), 0)
+    assert table.bad_counts(0) is None  # it is fine now
+    table.scan(torch.tensor([3.0, NAN, 2.0]), 0)
+    assert table.bad_counts(0) == (3, 1, 0, 0)
+
+
+@pytest.mark.host_only(reason="what is merged is on the host in any case")
+def test_rows_of_two_parts_of_a_step_merge(table):
+    parts = []
+    for values in ([[1.0, NAN], None], [[INF, 5.0, 2.0], [7.0]]):
+        for row, held in enumerate(values):
+            if held is not None:
+                table.scan(torch.tensor(held), row)
+        parts.append(take_snapshot(table).rows.copy())
+    first, second = parts
+    _C.merge_rows(second.view(np.uint8), first.view(np.uint8))
+    result = nanscan.ScanResult(first[0], (2,), torch.float32)
+    assert (result.calls, result.numel, result.nan_count, result.posinf_count) == (2, 5, 1, 1)
+    assert (result.min, result.max, result.first_nonfinite) == (1.0, 5.0, (1,))
+    assert first["calls"].tolist() == [2, 1, 0, 0]
+    with pytest.raises(ValueError, match="as many whole rows"):
+        _C.merge_rows(second[:1].view(np.uint8), first.view(np.uint8))
+
+
 def test_tickets_give_the_order_in_which_rows_went_bad(table):
     good, bad = torch.ones(3), torch.tensor([NAN])
     for tensor, row in ((good, 0), (bad, 3), (good, 1), (bad, 1), (bad, 3), (bad, 0), (good, 2)):

@@ -178,3 +178,26 @@ def test_looking_for_the_root_changes_no_local_variable():
     assert torch.equal(extra, batch() + 1)
     assert loss.isfinite()
     assert {"self", "x"} <= set(held)
+
+
+@SCOPES
+def test_a_decode_step_in_which_all_tokens_are_banned(scope):
+    """Bans before it are silent; the sampler is code outside of any module."""
+    model = nn.Sequential(nn.Linear(4, 6))
+    monitor = enable(scope, model, action="log")
+    with torch.no_grad():
+        for number in range(5):
+            logits = model(batch(number, rows=4))
+            logits[:, :3] = -INF
+            if number == 3:
+                logits[2] = -INF
+            nanscan.probe("processed", logits)
+            nanscan.probe("probabilities", logits.softmax(-1))
+    monitor.flush()
+    first = monitor.findings[0]
+    assert (first.step, str(first.site), first.verdict) == (3, "probabilities probe", "origin")
+    assert first.stats.first_nonfinite == (2, 0)
+    assert first.stats.nan_count == 6
+    assert [str(site) for site in first.between] == ["processed probe", "probabilities probe"]
+    assert {f.step for f in monitor.findings if f.is_fault} == {3}
+    assert monitor.healthy

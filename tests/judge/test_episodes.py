@@ -10,6 +10,7 @@ from torch import nn
 
 import nanscan
 from helpers.models import INF, NAN, SCOPES, Do, Net, batch, enable, infer, set_nan, sgd, train
+from nanscan import _monitor
 
 
 def watch(scope, model, **options):
@@ -263,6 +264,41 @@ def test_a_cache_that_is_bad_in_what_is_read_is_no_bad_batch(scope):
 
 
 @SCOPES
+def test_the_layer_that_reads_a_bad_cache_is_named(scope):
+    """A backbone whose caller hands in the caches of all its layers."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.o = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, cache, position):
+            cache[position] = self.q(x).mean(0)
+            return self.o(x + cache[: position + 1].sum(0))
+
+    class Backbone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x, caches, position):
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = layer(x, cache, position)
+            return x
+
+    model, caches = Backbone(), [torch.zeros(8, 4) for _ in range(3)]
+    monitor, told = watch(scope, model)
+    with torch.no_grad():
+        for position in range(4):
+            if position == 2:
+                caches[1][0] = NAN
+            model(batch(), caches, position)
+    assert told == [(2, "Backbone input[1][1]", "propagated")]
+    finding = next(f for f in monitor.findings if f.is_fault)
+    assert finding.how.endswith("inside of it they first show in layers.1.o input[0]")
+
+
+@SCOPES
 def test_room_in_a_cache_is_silent(scope):
     class Caches(nn.Module):
         def forward(self, x, cache, position):
@@ -337,6 +373,41 @@ def test_a_mask_that_a_module_returns_is_silent(scope):
     train(model, sgd(model), [torch.randn(2, 5, 4) for _ in range(2)])
     assert monitor.findings == []
     assert monitor.healthy
+
+
+@SCOPES
+def test_a_mask_that_is_known_is_not_judged_again(scope, monkeypatch):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return (self.fc(x) @ x.mT + mask).softmax(-1) @ x
+
+    judged = []
+    judge = _monitor.Judge.judge
+    monkeypatch.setattr(
+        _monitor.Judge, "judge", lambda self, r: judged.append(r.step) or judge(self, r)
+    )
+    model, mask = Masked(), torch.full((3, 3), -INF).triu(1)
+    _, told = watch(scope, model)
+    optimizer = sgd(model)
+
+    def step(mask):
+        optimizer.zero_grad()
+        model(batch(), mask).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step(mask)
+    assert judged == [0]
+    assert told == []
+    step(mask.masked_fill(mask == 0, 1.0))  # another one
+    assert judged == [0, 5]
+    step(torch.full((3, 3), -INF))  # leaves nothing
+    assert judged == [0, 5, 6]
+    assert told[0] == (6, "Masked output", "origin")
 
 
 # -- buffers ---------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from helpers.models import (
 # -- steps that are saved --------------------------------------------------------------------------
 from helpers.optimizers import Learner, bits
 from nanscan import NonFiniteError, Site
+from nanscan._collect import inputs
 from nanscan._collect.snapshot import Snapshot
 from nanscan._output import save
 
@@ -203,18 +204,92 @@ def test_what_cannot_be_loaded_is_left_out_and_listed(tmp_path):
     }
 
 
-def test_an_input_changed_in_place_is_not_taken_for_what_it_was(tmp_path):
+@pytest.mark.parametrize("has_room", [True, False])
+def test_an_input_changed_in_place_is_not_taken_for_what_it_was(has_room, tmp_path, monkeypatch):
+    """It is copied before the first call already, as far as there is room."""
+
     def forward(x, y, z):
         y.mul_(2)
         z[0].add_(1)
         return x * NAN
 
+    if not has_room:
+        monkeypatch.setattr(inputs, "_MAX_COPIED", 0)
     x, y, z = batch(0), batch(1), batch(2)
     saved = save_one(tmp_path, Do(forward), x, y, z)
     assert bits(saved.args[0]) == bits(x)
-    assert saved.args[1:] == (None, None)
-    changed = "changed in place since the call began: left out"
-    assert saved.notes == {"args[1]": changed, "args[2]": changed}
+    if has_room:
+        assert bits(saved.args[1:]) == bits((batch(1), batch(2)))
+        assert saved.notes == {}
+    else:
+        assert saved.args[1:] == (None, None)
+        changed = "changed in place since the call began: left out"
+        assert saved.notes == {"args[1]": changed, "args[2]": changed}
+
+
+def test_an_input_that_is_new_in_a_later_call_is_copied_before_it_changes(tmp_path):
+    model = Do(lambda x, cache=None: x * 1 if cache is None else cache.div_(0).sum() * x)
+    nanscan.enable(model, action="log", save_dir=tmp_path)
+    with torch.no_grad():
+        model(batch())
+        model(batch(), batch(1))
+    assert bits(only_saved(tmp_path).args) == bits((batch(), batch(1)))
+
+
+class Holds(nn.Module):
+    """Keeps what it has seen in plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {"all": [torch.zeros(8, 4)], "used": 0}
+        self.last = torch.zeros(4)
+
+    def forward(self, x):
+        used = self.kept["used"]
+        self.kept["all"][0][used] = x.mean(0)
+        self.kept["used"] += 1
+        self.last = x[0] + self.last
+        return torch.log(self.kept["all"][0][: used + 1].abs() - used / 2) + self.last
+
+
+@SCOPES
+def test_a_step_that_changes_attributes_runs_again(scope, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), Holds())
+    monitor = enable(scope, model, action="log", save_dir=tmp_path)
+    before = []
+    with torch.no_grad():
+        for _ in range(4):
+            before.append((model[1].kept["all"][0].clone(), model[1].last))
+            if not model(batch()).isfinite().all():
+                break
+    step = len(before) - 1
+    (folder,) = tmp_path.iterdir()
+    saved = nanscan.load_saved(folder)
+    assert monitor.findings[0].step == saved.step == step > 0
+    expected = {"kept": {"all": [before[step][0]], "used": step}, "last": before[step][1]}
+    assert bits(saved.attributes) == bits({"1": expected})
+    monitor.close()
+    again = nn.Sequential(nn.Linear(4, 4), Holds())
+    location = nanscan.replay(folder, again)
+    assert (location.op, location.verdict) == ("aten.log.default", "origin")
+    assert again[1].kept["used"] == step + 1
+
+
+def test_an_attribute_that_cannot_be_saved_is_told(tmp_path, caplog):
+    class Cache:
+        def __init__(self):
+            self.keys = torch.zeros(3, 4)
+
+    model = nn.Sequential(nn.Linear(4, 4), Do(lambda x: x / 0))
+    model[1].cache = Cache()
+    saved = save_one(tmp_path, model, batch())
+    assert saved.attributes == {"1": {"cache": None}}
+    assert saved.missing == ["1.cache"]
+    cache = model[1].cache
+    (folder,) = tmp_path.iterdir()
+    assert nanscan.replay(folder, model) is not None
+    assert model[1].cache is cache
+    assert "1.cache is a test_save" in caplog.text
 
 
 class Cached(nn.Module):
@@ -260,7 +335,8 @@ def test_a_step_that_changes_a_cache_runs_again(is_nested, tmp_path):
         assert (location.op, int(again.used)) == ("aten.log.default", step + 1)
 
 
-def test_a_replay_says_what_it_lacks(tmp_path):
+def test_a_replay_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "_MAX_COPIED", 0)
     model = Do(lambda x, y: y.mul_(2) * x * NAN)
     save_one(tmp_path, model, batch(), batch(1))
     (folder,) = tmp_path.iterdir()
@@ -268,12 +344,21 @@ def test_a_replay_says_what_it_lacks(tmp_path):
         nanscan.replay(folder, model)
 
 
-def test_inference_tensors_have_no_version(tmp_path):
+@pytest.mark.parametrize("has_room", [True, False])
+def test_inference_tensors_have_no_version(has_room, tmp_path, monkeypatch):
+    """So they are copied before each call."""
+    if not has_room:
+        monkeypatch.setattr(inputs, "_MAX_COPIED", 0)
     with torch.inference_mode():
         x = batch()
-    saved = save_one(tmp_path, Do(lambda x: x * NAN), x, mode=torch.inference_mode)
-    assert bits(saved.args[0]) == bits(batch())
-    assert "inference tensor" in saved.notes["args[0]"]
+        model = Do(lambda x, n: x.add_(1) / n)
+        nanscan.enable(model, action="log", save_dir=tmp_path)
+        for n in (1, 1, 0):
+            model(x, n)
+    saved = only_saved(tmp_path)
+    assert bits(saved.args[0]) == bits(batch() + 1 + 1 if has_room else batch() + 1 + 1 + 1)
+    assert has_room or "inference tensor" in saved.notes["args[0]"]
+    assert bool(saved.notes) is not has_room
 
 
 def test_views_bring_no_storage_along_and_parameters_keep_their_ties(tmp_path):

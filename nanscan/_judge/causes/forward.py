@@ -31,7 +31,7 @@ def bad_input_batch(e: Evidence) -> Cause | None:
         return None
     finding = e.finding
     earlier = e.step.forward_before(e.row)
-    calm = f"; nothing was bad earlier in step {finding.step}" if earlier.is_finite else ""
+    calm = f"; nothing was bad earlier in step {finding.step}" if not earlier.bad else ""
     return Cause(
         "the batch was bad before the model saw it",
         f"{finding.site} came from the caller with {finding.stats.nonfinite_count:,} non-finite of "

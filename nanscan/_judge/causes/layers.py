@@ -218,7 +218,7 @@ def nan_loss_of_finite_outputs(e: Evidence) -> Cause | None:
         return None
     before = e.step.forward_before(e.row)
     may_overflow = before.absmax > math.log(torch.finfo(e.step.narrowest).max) / 2
-    if not before.is_finite or before.masked or not before.count or may_overflow:
+    if not before.is_finite or before.masked or may_overflow:
         return None
     past = e.trend
     was = f"; in the steps before it was finite, {number(past.last)} at last" if past else ""
