@@ -135,6 +135,7 @@ class Location:
         recomputed: it ran again inside backward, for a checkpoint.
         bad_settings: where `at` ran in an optimizer step: settings of the optimizer that are not
             finite.
+        follows_others: ops before `at` made NaN or Inf in this step, of which others left nothing.
         step: number of the step, from 0; of those that ended while it was searched. With several
             optimizers each one's step counts, but for what `enable(locate=True)` found.
         causes: likely causes, best first; empty when no evidence points to one.
@@ -158,6 +159,7 @@ class Location:
     reached: str = ""
     recomputed: bool = False
     bad_settings: tuple[BadSetting, ...] = field(default=(), repr=False)
+    follows_others: bool = field(default=False, repr=False)
     step: int = 0
     causes: tuple[Cause, ...] = ()
     unlikely: tuple[str, ...] = ()

@@ -10,7 +10,6 @@ class Kind(str, Enum):
     """What of a module or parameter is scanned. Each member equals its text: Kind.GRAD == "grad".
 
     Attributes:
-        phrase: how a sentence names it: "gradient" as in "the gradient of fc.weight".
         is_default: `enable` scans it unless it is given other kinds.
         is_forward: a value that a forward takes or computes.
         is_gradient: autograd computes it.
@@ -21,7 +20,6 @@ class Kind(str, Enum):
         comes_late: it may come up after the forward of the outermost module.
     """
 
-    phrase: str
     is_default: bool
     is_forward: bool
     is_gradient: bool
@@ -31,21 +29,20 @@ class Kind(str, Enum):
     is_saved: bool
     comes_late: bool
 
-    INPUT = "input", "input", "default forward trained mask"
-    OUTPUT = "output", "output", "default forward trained mask"
-    GRAD_OUTPUT = "grad_output", "gradient of the output", "gradient scaled trained late"
-    GRAD = "grad", "gradient", "default gradient scaled trained late"
-    PARAM = "param", "parameter", "default trained saved"
-    BUFFER = "buffer", "buffer", "default mask saved"
-    STATE = "state", "optimizer state", "saved"
-    LOSS = "loss", "loss", "default forward scaled trained late"
-    PROBE = "probe", "probe", "default forward trained mask late"
+    INPUT = "input", "default forward trained mask"
+    OUTPUT = "output", "default forward trained mask"
+    GRAD_OUTPUT = "grad_output", "gradient scaled trained late"
+    GRAD = "grad", "default gradient scaled trained late"
+    PARAM = "param", "default trained saved"
+    BUFFER = "buffer", "default mask saved"
+    STATE = "state", "saved"
+    LOSS = "loss", "default forward scaled trained late"
+    PROBE = "probe", "default forward trained mask late"
 
-    def __new__(cls, text: str, phrase: str = "", traits: str = "") -> Kind:  # noqa: PYI034
-        """A member, from its text, its phrase and the names of the traits that it has."""
+    def __new__(cls, text: str, traits: str = "") -> Kind:  # noqa: PYI034
+        """A member, from its text and the names of the traits that it has."""
         kind = str.__new__(cls, text)
         kind._value_ = text
-        kind.phrase = phrase
         has = traits.split()
         kind.is_default, kind.is_forward = "default" in has, "forward" in has
         kind.is_gradient, kind.is_scaled = "gradient" in has, "scaled" in has

@@ -22,8 +22,15 @@ def largest(dtype: torch.dtype) -> str:
     return f"{value:g}" if value < 1e6 else number(value)  # noqa: PLR2004
 
 
-def figure(value: float) -> str:
-    """To four digits, or all of a whole number; written out where that is short: "-355,700"."""
+def figure(value: float, beside: float | None = None) -> str:
+    """To four digits, or all of a whole number; written out where that is short: "-355,700".
+
+    Args:
+        value: the number.
+        beside: one that it is compared with. Where both would read the same, it has more digits.
+    """
+    if beside is not None and value != beside and figure(value) == figure(beside):
+        return f"{value:.9g}"
     if not 1e3 <= abs(value) < 1e9:  # noqa: PLR2004 - NaN and Inf, too
         return f"{value:.4g}"
     is_short = abs(value) < 1e6 and float(value).is_integer()  # noqa: PLR2004

@@ -59,13 +59,21 @@ class LocationBuilder:
         self._names = names
         self._trace = trace
 
-    def build(self, taint: Taint, events: list[Event], verdict: Verdict | None = None) -> Location:
+    def build(
+        self,
+        taint: Taint,
+        events: list[Event],
+        verdict: Verdict | None = None,
+        *,
+        follows_others: bool = False,
+    ) -> Location:
         """Builds a location with its causes.
 
         Args:
             taint: the fault.
             events: the ops of the step so far.
             verdict: another one than that of a fault.
+            follows_others: other values of the step were bad before.
 
         Synchronization: waits for the scans of the ops that it names.
         """
@@ -95,6 +103,7 @@ class LocationBuilder:
             reached=taint.reached,
             recomputed=event.recomputed,
             bad_settings=self.bad_settings if event.in_optimizer else (),
+            follows_others=follows_others,
             step=event.step,
         )
         return dataclasses.replace(

@@ -170,7 +170,8 @@ class Locating(Listener):
 
     def _found(self, taint: Taint, verdict: Verdict | None) -> None:
         if self.location is None:
-            self.location = self._builder.build(taint, self._events, verdict)
+            others = self._taints.has_others_before(taint)
+            self.location = self._builder.build(taint, self._events, verdict, follows_others=others)
             self._trace.is_idle = True
             if self._on_located is not None:
                 self._on_located(self.location)

@@ -197,6 +197,11 @@ class TaintTracker:
         """The taints of this step, and all faults."""
         return tuple(self._taints)
 
+    def has_others_before(self, taint: Taint) -> bool:
+        """Whether ops before a fault made other non-finite values, such as an Inf of an exp."""
+        number = taint.event.number
+        return any(t.source != "mask" and t.event.number < number for t in self._taints)
+
     @property
     def absorbed(self) -> list[Taint]:
         """The taints of this step that would be faults if they were not absorbed, in their order.

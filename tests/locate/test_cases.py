@@ -51,7 +51,7 @@ def test_a_position_beyond_half_precision():
 
     location = nanscan.locate(rope)
     assert (location.op, location.line) == ("aten._to_copy.default", marked(rope, "the cast"))
-    assert "is int64 and reaches 70000" in location.causes[0].evidence
+    assert "is int64 and reaches 70,000" in location.causes[0].evidence
 
 
 # What hides an Inf from the forward --------------------------------------------------------------
@@ -330,5 +330,6 @@ def test_a_learning_rate_that_is_not_finite(kind, rate):
     optimizer.param_groups[0]["lr"] = rate
     location = nanscan.locate(optimizer.step)
     assert location.direction == "optimizer"
-    assert location.causes[0].title.startswith("the learning rate, or another setting, of the")
+    title = f"the learning rate is not finite: {kind.__name__} has lr={rate:g}"
+    assert [cause.title for cause in location.causes] == [title]
     assert "lower" not in said(location)[1]

@@ -365,7 +365,9 @@ def test_second_moment_overflow(variant):
     assert cause.title == (
         "the optimizer's second moment overflows float16: the gradient's square does not fit"
     )
-    assert "(gradient of a parameter) reaches 60000; 60000^2 * 0.001 = 3.6e+06" in cause.evidence
+    assert (
+        "(gradient of a parameter) reaches 60,000; 60,000^2 * 0.001 = 3,600,000" in cause.evidence
+    )
 
 
 @pytest.mark.parametrize("variant", [{"foreach": False}, {"foreach": True}, {"fused": True}])
@@ -604,7 +606,7 @@ def test_equal_eigenvalues(vectors):
         (lambda: half(12.0).exp(), "exp(12) overflows float16", "exp(11.09)"),
         (lambda: torch.tensor([100.0]).expm1(), "expm1(100) overflows float32", "expm1(88.72)"),
         (lambda: torch.tensor([-90.0]).cosh(), "cosh(90) overflows float32", "cosh(89.42)"),
-        (lambda: 2 ** torch.tensor([200.0]), "2 ** 200 overflows float32", "2 ** 128.00"),
+        (lambda: 2 ** torch.tensor([200.0]), "2 ** 200 overflows float32", "2 ** 128"),
     ],
 )
 def test_exponentials(fn, title, ends):
@@ -623,7 +625,9 @@ def test_an_exponential_of_inf():
 def test_conversion_to_a_smaller_dtype(convert):
     cause = only(lambda: convert(torch.tensor([1e5])))
     assert cause.title == "conversion to float16 overflows"
-    assert "is float32 and reaches 100000, 1.53 times the largest float16, 65504" in cause.evidence
+    assert (
+        "is float32 and reaches 100,000, 1.53 times the largest float16, 65,504" in cause.evidence
+    )
 
 
 def test_conversion_of_inf():
@@ -633,7 +637,7 @@ def test_conversion_of_inf():
 @pytest.mark.parametrize(
     ("fn", "function", "reach"),
     [
-        (lambda: full(2, 64, value=100) @ full(64, 3, value=100), "mm", "6.4e+05, 64 products"),
+        (lambda: full(2, 64, value=100) @ full(64, 3, value=100), "mm", "640,000, 64 products"),
         (lambda: F.linear(full(2, 64, value=100), full(3, 64, value=100), full(3)), "addmm", "64 "),
         (lambda: full(2, 2, 64, value=100) @ full(2, 64, 3, value=100), "bmm", "64 products"),
         (
@@ -641,17 +645,17 @@ def test_conversion_of_inf():
             "convolution",
             "36 products",
         ),
-        (lambda: full(4, value=6e4).sum(), "sum", "2.4e+05"),
-        (lambda: full(4, value=6e4).cumsum(0), "cumsum", "2.4e+05"),
+        (lambda: full(4, value=6e4).sum(), "sum", "240,000"),
+        (lambda: full(4, value=6e4).cumsum(0), "cumsum", "240,000"),
         (lambda: full(4, value=600) * 200.0, "mul", "other is 200"),
-        (lambda: full(4, value=6e4).norm(), "linalg_vector_norm", "reaches 60000, 92 %"),
+        (lambda: full(4, value=6e4).norm(), "linalg_vector_norm", "reaches 60,000, 92 %"),
         (lambda: torch.full((4,), 1e20).norm(), "linalg_vector_norm", "1.6e+41"),
-        (lambda: full(2, value=6e4).lerp(full(2, value=-6e4), 3.0), "lerp", "4.2e+05"),
+        (lambda: full(2, value=6e4).lerp(full(2, value=-6e4), 3.0), "lerp", "420,000"),
         (lambda: F.mse_loss(full(2, value=600), full(2)), "mse_loss", "reaches 600"),
         (
             lambda: torch.addcmul(full(2), full(2, value=300), full(2, value=300)),
             "addcmul",
-            "9e+04",
+            "90,001",
         ),
     ],
 )
@@ -667,14 +671,15 @@ def test_overflow_in_backward():
 
     cause = only(lambda: F.linear(x, weight).backward(full(1, 3, value=300)))
     assert cause.title == "mm overflows float16 in the backward of MmBackward0"
-    assert "the result can get to 2.7e+05, 3 products a value" in cause.evidence
+    assert "the result can get to 270,000, 3 products a value" in cause.evidence
 
 
 def test_an_infinity_far_from_the_limit_is_no_overflow():
     location = locate(lambda: half(0.0, 12.5).rsqrt())
     assert [c.title for c in causes(location)] == ["reciprocal square root of zero"]
     assert refuted(location)[0] == (
-        "overflow: unlikely because operands reach 12.5, less than 0.1 % of float16's largest 65504"
+        "overflow: unlikely because operands reach 12.5, less than 0.1 % of float16's largest "
+        "65,504"
     )
 
 
@@ -694,7 +699,7 @@ def test_a_residual_sum_in_place():
     trunk = full(2, 2, value=65000)
     residual, _ = diagnose(lambda: trunk.clone().add_(full(2, 2, value=5000)))
     assert residual.title == "one branch of a residual sum has outgrown the other"
-    assert "is in [6.499e+04, 6.499e+04]; other" in residual.evidence
+    assert "is in [64,992, 64,992]; other" in residual.evidence
 
 
 @pytest.mark.parametrize(

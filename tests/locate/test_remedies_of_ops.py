@@ -728,7 +728,8 @@ def evidence(location):
 
 OTHERS = {
     "bad_before_the_search": "says where to look: nothing that ran made it",
-    "nonfinite_setting": "says where to look",
+    "nonfinite_setting": "test_nonfinite_settings.py",
+    "nonfinite_number": "it has none",
     "masked_query": "no kernel of the CPU makes NaN of a masked row",
     "denominator_zero": "below",
     "fused_denominator_zero": "below",

@@ -10,7 +10,7 @@ import torch
 from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.location import Operand
-from nanscan._data.text import number, plural
+from nanscan._data.text import figure, plural
 from nanscan._locate.causes.bounds import PRODUCTS
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.op_call import absmax, is_bad
@@ -100,7 +100,7 @@ def masked_query(evidence: OpEvidence) -> Cause | None:
         return None
     return causes.masked_rows(
         f"{named(mask)} holds {mask.stats.neginf_count:,} -Inf, {keys} mask a row; all else that "
-        f"went in is at most {number(most)}, so no score overflows; the result has "
+        f"went in is at most {figure(most)}, so no score overflows; the result has "
         f"{plural(rows, 'whole row')} of {width} NaN",
         rows,
         "an attention",

@@ -10,7 +10,7 @@ from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import smallest
 from nanscan._data.location import Operand
-from nanscan._data.text import dtype_name, rounded_down
+from nanscan._data.text import dtype_name, figure, rounded_down
 from nanscan._locate.causes.bounds import bound, largest_exponent, limit, overflows
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.exponentials import exponential_remedy
@@ -93,8 +93,8 @@ def second_moment_overflow(evidence: OpEvidence) -> Cause | None:
     if added + (call.absmax("self") or 0.0 if call.function == "addcmul" else 0.0) < most:
         return None
     return causes.second_moment_overflow(
-        f"{named(grad)} reaches {largest:.6g}; {largest:.6g}^2 * {share or 1.0:g} = {added:.3g}, "
-        f"and {dtype} ends at {most:.6g}",
+        f"{named(grad)} reaches {figure(largest)}; {figure(largest)}^2 * {share or 1.0:g} = "
+        f"{figure(added)}, and {dtype} ends at {figure(most)}",
         dtype,
     )
 
@@ -137,10 +137,12 @@ def exponential(evidence: OpEvidence) -> Cause | None:
         f"{call.number('self'):g} ** {{}}" if call.function == "pow" else f"{call.function}({{}})"
     )
     dtype, by = dtype_name(call.made.dtype), hidden(evidence.location)
+    reached = written.format(figure(largest, ends))
     return Cause(
-        f"{written.format(f'{largest:.6g}')} overflows {dtype}"
+        f"{reached} overflows {dtype}"
         + (f"; {by} hides that, but not 0 * Inf = NaN in its backward" if by else ""),
-        f"{named(given)} reaches {largest:.6g}; {dtype} ends at {written.format(f'{ends:.2f}')}",
+        f"{named(given)} reaches {figure(largest, ends)}; {dtype} ends at "
+        f"{written.format(figure(ends))}",
         exponential_remedy(evidence.location, call, ends),
     )
 
@@ -157,10 +159,10 @@ def cast(evidence: OpEvidence) -> Cause | None:
         return None
     largest, most = call.absmax("src", "self"), limit(call.made.dtype)
     source, dtype = dtype_name(given.dtype), dtype_name(call.made.dtype)
-    reach = ", which has no Inf" if largest is None else f" and reaches {largest:.6g}, "
-    reach += (
-        "" if largest is None else f"{largest / most:.3g} times the largest {dtype}, {most:.6g}"
-    )
+    reach = ", which has no Inf"
+    if largest is not None:
+        times = f"{largest / most:.3g} times the largest {dtype}, {figure(most)}"
+        reach = f" and reaches {figure(largest, most)}, {times}"
     return Cause(
         f"conversion to {dtype} overflows",
         f"{named(given)} is {source}{reach}",
@@ -198,7 +200,8 @@ def smallest_numbers_add_up(evidence: OpEvidence) -> Cause | None:
     dtype = dtype_name(made.dtype)
     return Cause(
         f"a mask of the smallest {dtype} is added to negative numbers: the sum is -Inf",
-        f"{named(masks[0])} goes down to {-most:.6g}, the smallest {dtype}; {made_counts(call)}",
+        f"{named(masks[0])} goes down to {figure(-most)}, the smallest {dtype}; "
+        f"{made_counts(call)}",
         "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of scores + mask; "
         "masks that are bool combine with &",
     )
@@ -225,14 +228,12 @@ def unequal_branches(evidence: OpEvidence) -> Cause | None:
 def _spread(operand: Operand) -> str:
     """Mean, std and absmax of a tensor where they are known, else its range."""
     stats = operand.stats
-    if stats is None or stats.min is None:
+    if stats is None or stats.min is None or stats.max is None:
         return f"{named(operand)} is not known"
     if not operand.has_moments:
-        return f"{named(operand)} is in [{stats.min:.4g}, {stats.max:.4g}]"
-    return (
-        f"{named(operand)} has mean {stats.mean:.4g}, std {stats.std:.4g}, absmax "
-        f"{stats.absmax:.4g}"
-    )
+        return f"{named(operand)} is in [{figure(stats.min)}, {figure(stats.max)}]"
+    mean, std, most = (figure(x or 0.0) for x in (stats.mean, stats.std, stats.absmax))
+    return f"{named(operand)} has mean {mean}, std {std}, absmax {most}"
 
 
 @rule(functions=("div",))
@@ -250,7 +251,7 @@ def small_divisor(evidence: OpEvidence) -> Cause | None:
         remedy = f"x / y.clamp({f'min={eps:.1g}' if is_positive else f'max=-{eps:.1g}'})"
     return Cause(
         f"division by values close to 0 overflows {dtype_name(call.made.dtype)}",
-        f"the numerator reaches {top:.6g}, the denominator goes down to {least:.3g}; "
+        f"the numerator reaches {figure(top)}, the denominator goes down to {figure(least)}; "
         f"{made_counts(call)}",
         remedy,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanscan._data.text import dtype_name, share
+from nanscan._data.text import dtype_name, figure, share
 from nanscan._locate.causes.bounds import bound, limit
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.masks import SOFTMAX
@@ -17,9 +17,14 @@ _NEVER_OVERFLOW += ("acos", "asin", "atanh", "acosh", "erfinv")
 
 @rule()
 def no_overflow(evidence: OpEvidence) -> str | None:
-    """The result is bounded, or the function cannot overflow."""
+    """The result is bounded, or the function cannot overflow, and nothing before it has."""
     call = evidence.call
-    if call.result is None or call.has_bad_argument or not call.result.dtype.is_floating_point:
+    if (
+        evidence.location.follows_others
+        or call.result is None
+        or call.has_bad_argument
+        or not call.result.dtype.is_floating_point
+    ):
         return None
     if call.result.dtype.itemsize > _NARROW or any(o.stats is None for o in call.tensors.values()):
         return None
@@ -29,8 +34,8 @@ def no_overflow(evidence: OpEvidence) -> str | None:
     if not is_proven or not largest:
         return None
     return (
-        f"overflow: unlikely because operands reach {largest:.6g}, {share(largest, most)} of "
-        f"{dtype_name(call.result.dtype)}'s largest {most:.6g}"
+        f"overflow: unlikely because operands reach {figure(largest)}, {share(largest, most)} of "
+        f"{dtype_name(call.result.dtype)}'s largest {figure(most)}"
     )
 
 
@@ -41,7 +46,7 @@ def no_division_by_zero(evidence: OpEvidence) -> str | None:
     least = evidence.call.smallest(name)
     if least is None:
         return None
-    return f"division by zero: unlikely because the smallest magnitude of {name} is {least:.3g}"
+    return f"division by zero: unlikely because the smallest magnitude of {name} is {figure(least)}"
 
 
 @rule(functions=SOFTMAX, of_forward=True)

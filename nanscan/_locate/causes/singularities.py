@@ -9,6 +9,7 @@ import torch
 
 from nanscan._data.location import Operand
 from nanscan._data.result import ScanResult
+from nanscan._data.text import figure
 from nanscan._locate.causes.op_call import OpCall, node_function
 
 _ROUNDING = 32  # so many eps of the largest value
@@ -83,9 +84,9 @@ class Domain:
                 found.add("zero" if point == 0 else f"{point:g}", held)
         if stats.min < self.low:
             less = "negative values" if self.low == 0 else f"values below {self.low:g}"
-            found.add(less, f"values down to {stats.min:.6g}")
+            found.add(less, f"values down to {figure(stats.min, self.low)}")
         if stats.max > self.high:
-            found.add(f"values above {self.high:g}", f"values up to {stats.max:.6g}")
+            found.add(f"values above {self.high:g}", f"values up to {figure(stats.max, self.high)}")
         return found
 
     def _outside_number(self, value: float, *, backward: bool) -> Outside:

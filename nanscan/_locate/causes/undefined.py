@@ -11,7 +11,7 @@ from nanscan._data.cause import Cause
 from nanscan._data.causes import UNMASK
 from nanscan._data.dtypes import rounds_to_zero, smallest
 from nanscan._data.location import Location, Operand
-from nanscan._data.text import dtype_name
+from nanscan._data.text import dtype_name, figure
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.op_call import OpCall, is_bad, makers, node_function, op_function
 from nanscan._locate.causes.singularities import (
@@ -260,7 +260,7 @@ def integer_zero(evidence: OpEvidence) -> Cause | None:
     return Cause(
         "division by a count of 0",
         f"{named(below)} is {dtype_name(below.dtype)}; the numerator is finite, up to "
-        f"{call.absmax('self') or 0.0:.6g}; {made_counts(call)}",
+        f"{figure(call.absmax('self') or 0.0)}; {made_counts(call)}",
         "total / count.clamp(min=1)",
     )
 
@@ -275,14 +275,16 @@ def negative_base(evidence: OpEvidence) -> Cause | None:
     if made.stats is None or base.min is None or exponent.min is None:
         return None
     if made.stats.nan_count and base.min < 0:
-        what, held = "a negative base with a fractional exponent", f"bases down to {base.min:.6g}"
+        what = "a negative base with a fractional exponent"
+        held = f"bases down to {figure(base.min)}"
     elif exponent.min < 0 and (held := zeros(call.tensors["self"])):
         what, held = "a base of zero with a negative exponent", f"{held} as base"
     else:
         return None
     return Cause(
         f"power of {what}",
-        f"{held}, exponents in [{exponent.min:.6g}, {exponent.max:.6g}]; {made_counts(call)}",
+        f"{held}, exponents in [{figure(exponent.min)}, {figure(exponent.max or 0.0)}]; "
+        f"{made_counts(call)}",
         "x.sign() * x.abs() ** p where that is meant"
         if base.min < 0
         else "torch.where(x == 0, 1, x) ** p",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from nanscan._data.location import Location, Operand
 from nanscan._data.result import ScanResult, bad_counts
-from nanscan._data.text import dtype_name, share
+from nanscan._data.text import dtype_name, figure, share
 from nanscan._locate.causes.bounds import PRODUCTS, bound, limit, summed_products
 from nanscan._locate.causes.op_call import OpCall, absmax, op_function
 
@@ -41,7 +42,7 @@ def reaches(call: OpCall) -> str:
     dtype, largest = call.made.dtype, bound(call)
     most = limit(dtype)
     parts = [
-        f"{named(o)} reaches {absmax(o):.6g}, {share(absmax(o), most)} of the largest "
+        f"{named(o)} reaches {figure(absmax(o), most)}, {share(absmax(o), most)} of the largest "
         f"{dtype_name(dtype)}"
         for o in call.tensors.values()
         if absmax(o)
@@ -51,5 +52,6 @@ def reaches(call: OpCall) -> str:
     ]
     products = summed_products(call) if call.function in PRODUCTS else None
     of = f", {products:,} products a value" if products else ""
-    parts.append(f"the result can get to {largest:.3g}{of}; {dtype_name(dtype)} ends at {most:.6g}")
+    get_to = figure(math.inf if largest is None else largest, most)
+    parts.append(f"the result can get to {get_to}{of}; {dtype_name(dtype)} ends at {figure(most)}")
     return "; ".join(parts)
