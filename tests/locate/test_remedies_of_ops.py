@@ -406,6 +406,46 @@ DOMAINS = [
         "eps=0.001, which float16 holds",
         (HALF,),
     ),
+    *(
+        Case(
+            "eps_rounds_to_zero",
+            [0.0, 0.0],
+            [30.0, 40.0],
+            broken,
+            mended,
+            "eps=0.001, which float16 holds",
+            (HALF,),
+        )
+        for broken, mended in [
+            (
+                lambda x: x / (x.pow(2).mean() + 1e-8).sqrt(),
+                lambda x: x / (x.pow(2).mean() + 1e-3).sqrt(),
+            ),
+            (lambda x: ((x - -1e-9) * 2).log(), lambda x: ((x - -1e-3) * 2).log()),
+            (
+                lambda x: F.cosine_similarity(x, x + 0, dim=0),
+                lambda x: F.cosine_similarity(x, x + 0, dim=0, eps=1e-3),
+            ),
+        ]
+    ),
+    Case(
+        "eps_rounds_to_one",
+        [40.0, 1.0],
+        [0.5, 1.0],
+        lambda x: (1 - x.sigmoid().clamp(1e-12, 1 - 1e-12)).log(),
+        lambda x: (
+            1 - x.sigmoid().clamp(torch.finfo(x.dtype).eps, 1 - torch.finfo(x.dtype).eps)
+        ).log(),
+        "x.clamp(eps, 1 - eps) with eps = torch.finfo(x.dtype).eps",
+    ),
+    Case(
+        "eps_rounds_to_one",
+        [1.0, -1.0, 0.5],
+        [0.5, -0.5],
+        lambda x: x.clamp(-1 + 1e-9, 1 - 1e-9).acos(),
+        lambda x: x.clamp(-1 + torch.finfo(x.dtype).eps, 1 - torch.finfo(x.dtype).eps).acos(),
+        "x.clamp(-1 + eps, 1 - eps) with eps = torch.finfo(x.dtype).eps",
+    ),
     Case(
         "scale_of_zeros",
         [0.0, 0.0],

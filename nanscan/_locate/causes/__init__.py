@@ -23,6 +23,7 @@ from nanscan._locate.causes.counts import (
     zero_variance,
 )
 from nanscan._locate.causes.evidence import OpEvidence
+from nanscan._locate.causes.guards import eps_rounds_to_one, eps_rounds_to_zero
 from nanscan._locate.causes.masks import (
     fully_masked_rows,
     masked_query,
@@ -50,7 +51,6 @@ from nanscan._locate.causes.refutations import (
     no_where_trap,
 )
 from nanscan._locate.causes.undefined import (
-    eps_rounds_to_zero,
     equal_singular_values,
     integer_zero,
     negative_base,
@@ -76,6 +76,7 @@ _RULES: tuple[tuple[Rule[OpEvidence, Cause], ...], ...] = (
     (
         equal_singular_values,
         eps_rounds_to_zero,
+        eps_rounds_to_one,
         scale_of_zeros,
         undefined_derivative,
         outside_of_domain,

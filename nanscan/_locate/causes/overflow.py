@@ -16,7 +16,7 @@ from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.exponentials import exponential_remedy
 from nanscan._locate.causes.op_call import OpCall, absmax, is_bad
 from nanscan._locate.causes.singularities import safe_eps, zeros
-from nanscan._locate.causes.wording import hidden, made_counts, named, reaches
+from nanscan._locate.causes.wording import but_not_in_backward, made_counts, named, reaches
 
 _CASTS = ("_to_copy", "copy")
 _FAR_APART = 8.0  # ratio of the largest values of two branches
@@ -136,11 +136,10 @@ def exponential(evidence: OpEvidence) -> Cause | None:
     written = (
         f"{call.number('self'):g} ** {{}}" if call.function == "pow" else f"{call.function}({{}})"
     )
-    dtype, by = dtype_name(call.made.dtype), hidden(evidence.location)
+    dtype = dtype_name(call.made.dtype)
     reached = written.format(figure(largest, ends))
     return Cause(
-        f"{reached} overflows {dtype}"
-        + (f"; {by} hides that, but not 0 * Inf = NaN in its backward" if by else ""),
+        f"{reached} overflows {dtype}{but_not_in_backward(evidence.location)}",
         f"{named(given)} reaches {figure(largest, ends)}; {dtype} ends at "
         f"{written.format(figure(ends))}",
         exponential_remedy(evidence.location, call, ends),
@@ -263,11 +262,10 @@ def overflow(evidence: OpEvidence) -> Cause | None:
     call = evidence.call
     if call.function in _CASTS or not overflows(call) or smallest_numbers_add_up(evidence):
         return None
-    location, dtype, by = evidence.location, call.made.dtype, hidden(evidence.location)
+    location, dtype = evidence.location, call.made.dtype
     node = f" in the backward of {location.node}" if location.direction == "backward" else ""
     return Cause(
-        f"{call.function} overflows {dtype_name(dtype)}{node}"
-        + (f"; {by} hides that, but not 0 * Inf = NaN in its backward" if by else ""),
+        f"{call.function} overflows {dtype_name(dtype)}{node}{but_not_in_backward(location)}",
         f"{reaches(call)}; {made_counts(call)}",
         _norm_remedy(call, evidence.location.op) or _wider(call),
     )

@@ -9,7 +9,6 @@ import torch
 from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.causes import UNMASK
-from nanscan._data.dtypes import rounds_to_zero, smallest
 from nanscan._data.location import Location, Operand
 from nanscan._data.text import dtype_name, figure
 from nanscan._locate.causes.evidence import OpEvidence, rule
@@ -23,7 +22,7 @@ from nanscan._locate.causes.singularities import (
     safe_eps,
     zeros,
 )
-from nanscan._locate.causes.wording import hidden, made_counts, named
+from nanscan._locate.causes.wording import but_not_in_backward, hidden, made_counts, named
 
 _DECOMPOSITIONS = ("linalgsvd", "linalgeigh", "linalgeig")
 _SELECTS = ("where", "masked_fill", "masked_select", "index", "index_put", "masked_scatter")
@@ -123,11 +122,12 @@ def outside_of_domain(evidence: OpEvidence) -> Cause | None:
         return None
     argument = call.tensors.get(found.argument)
     where = named(argument) if argument is not None else found.argument
-    after, by = evidence.location.consequence, hidden(evidence.location)
+    after = evidence.location.consequence
     times_log = after is not None and ".mul" in after.name and "log" in call.function
     return Cause(
-        f"{found.what} {' and '.join(outside.kinds)}" + (", then 0 * -Inf" if times_log else ""),
-        f"{where} has {outside}; {made_counts(call)}" + (f"; {by} drops it" if by else ""),
+        f"{found.what} {' and '.join(outside.kinds)}"
+        + (", then 0 * -Inf" if times_log else but_not_in_backward(evidence.location)),
+        f"{where} has {outside}; {made_counts(call)}",
         _remedy(evidence, found, times_log=times_log),
     )
 
@@ -141,10 +141,7 @@ def _remedy(evidence: OpEvidence, found: Domain, *, times_log: bool) -> str:
     if argument is not None and not is_rounding(argument, found):
         return _formula_remedy(call, argument)
     if times_log:
-        return (
-            "torch.special.entr(p), or torch.xlogy(p, q), where no gradient is needed; with one: "
-            "torch.xlogy(p, p.clamp(min=torch.finfo(p.dtype).tiny))"
-        )
+        return _times_log_remedy(location, argument)
     if call.function in ("log", "log2", "log10") and argument is not None:
         maker = next(makers(argument), None)
         if maker is not None and "softmax" in maker.function:
@@ -152,6 +149,24 @@ def _remedy(evidence: OpEvidence, found: Domain, *, times_log: bool) -> str:
     if found.what.startswith("division by"):
         return _division_remedy(call, found)
     return found.remedy.format(eps=safe_eps(call.made.dtype)) or _where_remedy(found, location)
+
+
+def _times_log_remedy(location: Location, argument: Operand | None) -> str:
+    """What to do about p * log(p) or p * log(q) with p = 0."""
+    factors = [] if location.consequence is None else location.consequence.operands
+    q = "p" if any(_look_same(factor, argument) for factor in factors) else "q"
+    entropy = "torch.special.entr(p), or " if q == "p" else ""
+    return (
+        f"{entropy}torch.xlogy(p, q), where no gradient is needed; with one: "
+        f"torch.xlogy(p, {q}.clamp(min=torch.finfo({q}.dtype).tiny))"
+    )
+
+
+def _look_same(a: Operand, b: Operand | None) -> bool:
+    """Whether two operands are most likely the same tensor."""
+    if b is None or a.stats is None or b.stats is None or a.made_by != b.made_by:
+        return False
+    return (a.shape, a.stats.min, a.stats.max) == (b.shape, b.stats.min, b.stats.max)
 
 
 def _formula_remedy(call: OpCall, argument: Operand) -> str:
@@ -201,30 +216,6 @@ def _is_count(operand: Operand | None) -> bool:
         return True
     return (
         function in ("_to_copy", "sum") and not source.is_floating_point and not source.is_complex
-    )
-
-
-@rule(of_forward=True)
-def eps_rounds_to_zero(evidence: OpEvidence) -> Cause | None:
-    """An eps that was to keep an argument from 0 is 0 itself in the dtype at hand."""
-    call = evidence.forward_call
-    found = domain_of(call)
-    argument = None if found is None else call.tensors.get(found.argument)
-    if found is None or argument is None or not argument.dtype.is_floating_point:
-        return None
-    maker = next(makers(argument), None)
-    if maker is None or not zeros(argument):
-        return None
-    setting = {"clamp_min": "min", "clamp": "min", "add": "other"}.get(maker.function, "")
-    eps, dtype = maker.number(setting), dtype_name(argument.dtype)
-    if eps is None or eps <= 0 or not rounds_to_zero(eps, argument.dtype):
-        return None
-    return Cause(
-        f"{found.what} zero: its eps={eps:g} is 0 in {dtype}",
-        f"{argument.made_by} was to keep {named(argument)} from 0, which has "
-        f"{zeros(argument)}; the smallest {dtype} is {smallest(argument.dtype):.1e}",
-        f"eps={safe_eps(argument.dtype):g}, which {dtype} holds; where no gradient is needed, "
-        "the same in float32: x.float()",
     )
 
 

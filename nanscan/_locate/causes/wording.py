@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import torch
+
 from nanscan._data.location import Location, Operand
 from nanscan._data.result import ScanResult, bad_counts
 from nanscan._data.text import dtype_name, figure, share
@@ -28,7 +30,20 @@ def hidden(location: Location) -> str:
     if op is None or location.verdict != "origin":
         return ""
     line = f" ({Path(op.file).name}:{op.line})" if op.file else ""
-    return f"torch.{op_function(op.name)}{line}"
+    name = op_function(op.name)
+    name = _BY_INDEX.get(name) or f"{'torch' if hasattr(torch, name) else 'F'}.{name}"
+    return f"{name}{line}"
+
+
+_BY_INDEX = {"index": "indexing", "index_put": "an assignment by index"}
+
+
+def but_not_in_backward(location: Location) -> str:
+    """Says, at the end of a title, what hid Inf from the forward only; "" where nothing did."""
+    by = hidden(location)
+    if not by or not location.consequence_node:
+        return ""
+    return f"; {by} hides that, but not 0 * Inf = NaN in its backward"
 
 
 def made_counts(call: OpCall) -> str:
