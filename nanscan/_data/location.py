@@ -126,7 +126,8 @@ class Location:
             ones, such as torch.where or clamp; where `at` ran in backward and the forward was
             finite, an op that selects from what `forward` returned. Of "wiped-out": the op that
             returned 0. None: there is none, or it is not known.
-        consequence: the op that turned Inf into NaN, where `at` made Inf alone; where `at` gave
+        consequence: the op that turned Inf into NaN, where `at` made Inf alone, or into a loss,
+            where the code wrote it as a number; where `at` gave
             memory that nothing was written to, the op that computed with it.
         consequence_node: where `consequence` ran in backward, the autograd node that ran it.
         consequence_forward: likewise the forward op that created this node, if it is known.
@@ -219,8 +220,7 @@ def _report(location: Location) -> list[str]:
         label = "zero at" if location.verdict == "wiped-out" else "hidden by"
         lines += report.block(label, [_name_and_line(location.hidden_by)])
     if location.consequence is not None:
-        what = "read by" if location.at.results[0].stats is None else "NaN at"
-        lines += report.block(what, [_consequence(location)])
+        lines += report.block(_label_of_consequence(location), [_consequence(location)])
     lines += report.block("tied to", _ties(location))
     lines += report.causes(location.causes)
     lines += report.block("unlikely", location.unlikely)
@@ -241,6 +241,14 @@ def _headline(location: Location) -> str:
 
 def _is_bad(operand: Operand) -> bool:
     return operand.stats is not None and not operand.stats.is_finite
+
+
+def _label_of_consequence(location: Location) -> str:
+    op, made = location.consequence, location.at.results
+    if made and made[0].stats is None:
+        return "read by"
+    has_nan = op is None or any(r.stats is not None and r.stats.nan_count for r in op.results)
+    return "NaN at" if has_nan else "Inf at"
 
 
 def _consequence(location: Location) -> str:

@@ -28,7 +28,7 @@ _HOW: dict[Source, str] = {
     "negative-inf": "made here out of finite values",
     "uninitialised": "memory that nothing was ever written to was read",
     "outside": "it was so when it was first read; nothing before made non-finite values",
-    "mask": "",
+    "mask": "Inf that the code wrote",
 }
 _HOW_OF: dict[str, str] = {
     "absorbed": "made here; ops that took them returned finite values",

@@ -74,6 +74,7 @@ class OpInfo:
         overwrites: those of them that it writes whole and does not read.
         fills: those of them that it writes in part and does not read.
         is_view: it returns a view of its first argument, and writes nothing.
+        reads: its result depends on the values of its tensors, not on their shapes alone.
         empty: it returns memory without writing it.
         late: it returns before what it receives has been written.
         ignored: it computes nothing.
@@ -89,6 +90,7 @@ class OpInfo:
         "late",
         "name",
         "overwrites",
+        "reads",
         "written",
     )
 
@@ -117,6 +119,7 @@ class OpInfo:
         self.written = frozenset(self.arguments[i] for i in written)
         outs = frozenset(a.name for a in schema.arguments if a.is_out)
         self.is_view = bool(getattr(func, "is_view", False)) and not written
+        self.reads = not base.endswith("_like") and not base.startswith("new_")
         self.empty = base in _EMPTY
         self.ignored = namespace in _IGNORED
         self.overwrites = self.written if base in _OVERWRITE else outs
@@ -130,3 +133,4 @@ class OpInfo:
         self.defaults = {}
         self.written = self.overwrites = self.fills = frozenset[str]()
         self.is_view = self.empty = self.late = self.ignored = False
+        self.reads = True

@@ -6,7 +6,8 @@ value gets the same taint. A taint becomes a fault in one of two ways:
 - NaN or +Inf out of finite values is a fault, unless other ops absorb it: they take all of these
   values and return finite ones, as torch.where does.
 - Other taints may be meant, such as the -Inf of a mask. They are a fault only where they lead to
-  NaN, or reach a value that counts: a loss, a gradient, a parameter, what the code returns.
+  NaN, or reach a value that counts: a loss, a gradient, a parameter, what the code returns. Of Inf
+  that the code wrote, only a loss and a gradient count.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Taint:
         event: the op that made them, or that read them first; of "uninitialised": the op that
             allocated the memory.
         is_fault: the values are known to be a fault.
-        consequence: the op that made NaN out of Inf; of "uninitialised": the first op that computed
-            with the memory.
+        consequence: the op that made NaN out of Inf, or the loss of a mask; of "uninitialised": the
+            first op that computed with the memory.
         reached: the value that counts and holds them, in words; "" where none is known.
         values: the tensors of this step that hold them and that ops made.
         absorber: the first op that took some of them and returned finite values.
@@ -177,10 +178,12 @@ class TaintTracker:
             if value.taint is None:
                 value.taint = self._taint_of_memory_or_view(value)
             taint: Taint | None = value.taint
-            if taint is None or taint.source == "mask" or taint.is_forgiven:
+            if taint is None or taint.is_forgiven or _may_be_meant(value, what, may_be_masks):
                 continue
-            if may_be_masks and taint.source == "negative-inf" and not any(_counts(value)[:2]):
-                continue
+            if taint.source == "mask":
+                if any(operand.is_bad for _, operand in taint.event.operands):
+                    taint.source = "outside"
+                taint.consequence = taint.consequence or value.maker
             if not taint.is_fault:
                 taint.is_fault, taint.reached = True, what
                 if not any(known is taint for known in self._taints):
@@ -295,6 +298,17 @@ class TaintTracker:
         taint = Taint(source, event)
         self._taints.append(taint)
         return taint
+
+
+def _may_be_meant(value: Value, what: str, may_be_masks: bool) -> bool:
+    """Whether the Inf of a value may be meant: not where it is NaN, in a gradient, or a loss."""
+    source, (nan, posinf, _) = value.taint.source, _counts(value)
+    if source == "negative-inf":
+        return may_be_masks and not nan and not posinf
+    if source != "mask" or nan or what.startswith("the gradient of"):
+        return False
+    is_loss = what == "the loss" or (value.maker is not None and "loss" in value.maker.info.name)
+    return not (is_loss and value.shape.numel() == 1)
 
 
 def _mark_consumed(event: Event) -> None:

@@ -199,7 +199,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = _named_tensors(argument, x)
             if not tensors:
                 event.settings[argument] = x
-            for name, tensor in tensors:
+            for name, tensor in tensors if info.reads else ():
                 if argument in info.written:
                     written.append((argument, tensor))
                     if argument in info.overwrites:

@@ -82,7 +82,9 @@ def _made(line: str) -> bool:
 # Locations ----------------------------------------------------------------------------------------
 
 # Of titles: what only a verdict, a direction or an op allows.
-_OF_BEFORE = r"was bad before|a weight of 0 does not hide|is not finite: |not finite$"
+_OF_BEFORE = (
+    r"was bad before|was there before|a weight of 0 does not hide|is not finite: |not finite$"
+)
 _IN_BACKWARD = r"derivative|in the backward|does not stop 0 \* Inf"
 # Of remedies of two causes: one does what the other warns of, or undoes.
 _EXCLUDE = (

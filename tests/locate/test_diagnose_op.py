@@ -149,7 +149,7 @@ def test_a_softmax_of_a_row_with_plus_inf_is_not_masked():
 def test_the_backward_of_logsumexp_of_a_masked_row():
     scores = ROWS.clone().requires_grad_()
     assert titles(backward(lambda: torch.logsumexp(scores, -1).clamp(min=-9))) == [
-        "1 row of the softmax is fully masked"
+        "1 row of the logsumexp is fully masked"
     ]
 
 
@@ -164,7 +164,7 @@ def test_fully_masked_row_of_a_hand_written_softmax(largest):
 
 
 def test_a_difference_of_two_masks_is_no_softmax():
-    assert titles(lambda: ROWS - ROWS.clone()) == []
+    assert titles(lambda: ROWS - ROWS.clone()) == ["Inf - Inf is NaN"]
 
 
 def test_a_softmax_by_exp_and_sum_of_a_masked_row():

@@ -26,9 +26,11 @@ from nanscan._locate.causes.evidence import OpEvidence
 from nanscan._locate.causes.guards import eps_rounds_to_one, eps_rounds_to_zero
 from nanscan._locate.causes.masks import (
     fully_masked_rows,
+    inf_minus_inf,
     masked_query,
     masked_row_by_hand,
     nan_behind_a_mask,
+    written_inf_that_counts,
     zero_times_inf,
 )
 from nanscan._locate.causes.overflow import (
@@ -56,6 +58,7 @@ from nanscan._locate.causes.undefined import (
     negative_base,
     outside_of_domain,
     scale_of_zeros,
+    triangle_without_full_rank,
     undefined_derivative,
 )
 
@@ -63,7 +66,8 @@ from nanscan._locate.causes.undefined import (
 _RULES: tuple[tuple[Rule[OpEvidence, Cause], ...], ...] = (
     (nan_behind_a_mask, bad_before_the_search, nonfinite_number),
     (uninitialised_memory,),
-    (fully_masked_rows, masked_row_by_hand, masked_query, zero_times_inf),
+    (written_inf_that_counts,),
+    (fully_masked_rows, masked_row_by_hand, masked_query, zero_times_inf, inf_minus_inf),
     (variance_of_too_few, mean_of_nothing, all_labels_ignored, ctc_target_too_long),
     (single_value_a_channel, zero_variance),
     (
@@ -75,6 +79,7 @@ _RULES: tuple[tuple[Rule[OpEvidence, Cause], ...], ...] = (
     ),
     (
         equal_singular_values,
+        triangle_without_full_rank,
         eps_rounds_to_zero,
         eps_rounds_to_one,
         scale_of_zeros,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from nanscan._data.cause import Cause
-from nanscan._data.location import Operand
+from nanscan._data.location import Location, Operand
+from nanscan._data.result import ScanResult
 from nanscan._locate.causes.evidence import OpEvidence, rule
-from nanscan._locate.causes.op_call import OpCall, call_of, is_bad
+from nanscan._locate.causes.op_call import OpCall, call_of, is_bad, op_function
 from nanscan._locate.causes.wording import bad_of, made_counts, named
 
 
@@ -31,15 +32,23 @@ def bad_before_the_search(evidence: OpEvidence) -> Cause | None:
             f"{held}; it is {_ARTICLES.get(bad.kind, 'known by that name')}",
             _before_remedy(bad),
         )
-    if location.direction == "optimizer":
-        return None  # an optimizer reads no data
+    return None if location.direction == "optimizer" else _data(location, bad, bad.stats, held)
+
+
+def _data(location: Location, bad: Operand, stats: ScanResult, held: str) -> Cause:
+    """A tensor that is known by no name, and that no optimizer read."""
+    if not stats.nan_count and not stats.posinf_count:
+        return Cause("-Inf, as in a mask, was there before anything ran", held, "")
     if not bad.shape:
         return Cause("a number that the code computes with was bad before", held, "")
-    return Cause(
-        "the data was bad before anything ran",
-        held,
-        "drop or repair the sample where it is loaded: assert torch.isfinite(batch).all()",
-    )
+    remedy = "drop or repair the sample where it is loaded: assert torch.isfinite(batch).all()"
+    if location.hidden_by is not None and location.reached.startswith("the gradient of "):
+        hider = op_function(location.hidden_by.name)
+        remedy = (
+            f"x = torch.nan_to_num(x) before this op: {hider} drops what is bad in forward only, "
+            "and 0 * NaN in backward is NaN"
+        )
+    return Cause("the data was bad before anything ran", held, remedy)
 
 
 _ARTICLES = {"parameter": "a parameter", "buffer": "a buffer"}

@@ -52,6 +52,11 @@ def _reduction(call: OpCall) -> float | None:
     return None if a is None or count is None else a * count
 
 
+def _range(call: OpCall) -> float | None:
+    """Of arange and linspace."""
+    return max(abs(call.number("start") or 0.0), abs(call.number("end") or 0.0))
+
+
 def _scan(call: OpCall) -> float | None:
     """Of cumsum."""
     a, dim = call.absmax("self"), call.number("dim")
@@ -158,6 +163,8 @@ _ADDS_SELF = ("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation")
 PRODUCTS: tuple[str, ...] = ("mm", "bmm", "mv", "dot", "linear", "mkldnn_linear", *_ADDS_SELF)
 PRODUCTS += ("convolution", "cudnn_convolution", "mkldnn_convolution")
 
+RANGES = ("arange", "linspace")
+
 _BOUNDS: dict[str, Callable[[OpCall], float | None]] = {
     **dict.fromkeys(("add", "sub", "rsub"), _sum_of),
     "mul": _product,
@@ -165,6 +172,7 @@ _BOUNDS: dict[str, Callable[[OpCall], float | None]] = {
     **dict.fromkeys(("_to_copy", "copy"), _cast),
     **dict.fromkeys(("sum", "mean"), _reduction),
     "cumsum": _scan,
+    **dict.fromkeys(RANGES, _range),
     "pow": _power,
     "square": _square,
     **dict.fromkeys(("linalg_vector_norm", "norm", "var", "std"), _squares),

@@ -13,9 +13,9 @@ from nanscan._data.location import Operand
 from nanscan._data.text import figure, plural
 from nanscan._locate.causes.bounds import PRODUCTS
 from nanscan._locate.causes.evidence import OpEvidence, rule
-from nanscan._locate.causes.op_call import absmax, is_bad
+from nanscan._locate.causes.op_call import absmax, is_bad, op_function
 from nanscan._locate.causes.singularities import zeros
-from nanscan._locate.causes.wording import bad_of, named
+from nanscan._locate.causes.wording import bad_of, made_counts, named
 
 _ATTENTION_DIMS = 3  # scores of attention have at least so many
 _FILL = "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of -inf"
@@ -53,6 +53,7 @@ def fully_masked_rows(evidence: OpEvidence) -> Cause | None:
         f"{named(given)} holds {given.stats.neginf_count:,} -Inf; the bad values are "
         f"{plural(rows, 'whole row')} of {size} along dim {dim}",
         rows,
+        "the logsumexp" if call.function == "logsumexp" else "the softmax",
     )
     if call.function == "logsumexp":
         return dataclasses.replace(cause, remedy=_FILL)
@@ -76,6 +77,44 @@ def masked_row_by_hand(evidence: OpEvidence) -> Cause | None:
         f"{made.stats.nan_count:,} NaN (-Inf - -Inf) are {plural(rows, 'whole row')} of {per_row}",
         rows,
         "a hand-written softmax",
+    )
+
+
+@rule(functions=("add", "sub"))
+def inf_minus_inf(evidence: OpEvidence) -> Cause | None:
+    """A sum of Inf and -Inf, or a difference of two Inf of one sign, is NaN."""
+    call = evidence.call
+    sides = [call.tensors.get("self"), call.tensors.get("other")]
+    stats = [side.stats for side in sides if side is not None and side.stats is not None]
+    made = call.result
+    if len(stats) < 2 or made is None or made.stats is None:  # noqa: PLR2004 - a sum
+        return None
+    if any(s.nan_count or not s.inf_count for s in stats) or not made.stats.nan_count:
+        return None
+    a, b = (named(side) for side in sides if side is not None)
+    return Cause(
+        "Inf - Inf is NaN",
+        f"{a} has {bad_of(stats[0])}, {b} {bad_of(stats[1])}; {made_counts(call)}",
+        "",
+    )
+
+
+@rule(verdicts=("origin",), directions=("forward",))
+def written_inf_that_counts(evidence: OpEvidence) -> Cause | None:
+    """Inf that the code wrote as a number, such as a mask, reached a loss or a gradient."""
+    location, call = evidence.location, evidence.call
+    written = next((x for x in call.settings.values() if isinstance(x, float) and math.isinf(x)), 0)
+    if not written or not location.reached or call.result is None or call.result.stats is None:
+        return None
+    if call.result.stats.nan_count:
+        return None
+    loss = "" if location.consequence is None else op_function(location.consequence.name)
+    is_label = loss in ("nll_loss_forward", "nll_loss2d_forward")
+    return Cause(
+        f"a {written:g} that the code writes reaches {location.reached}"
+        + (": a label is a class that it masks" if is_label else ""),
+        f"{call.function} is given {written:g}; {made_counts(call)}",
+        "",
     )
 
 

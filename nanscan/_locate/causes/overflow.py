@@ -9,9 +9,9 @@ import torch
 from nanscan._data import causes
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import smallest
-from nanscan._data.location import Operand
+from nanscan._data.location import Location, Operand
 from nanscan._data.text import dtype_name, figure, rounded_down
-from nanscan._locate.causes.bounds import bound, largest_exponent, limit, overflows
+from nanscan._locate.causes.bounds import RANGES, bound, largest_exponent, limit, overflows
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.exponentials import exponential_remedy
 from nanscan._locate.causes.op_call import OpCall, absmax, is_bad
@@ -136,13 +136,13 @@ def exponential(evidence: OpEvidence) -> Cause | None:
     written = (
         f"{call.number('self'):g} ** {{}}" if call.function == "pow" else f"{call.function}({{}})"
     )
-    dtype = dtype_name(call.made.dtype)
+    location, dtype = evidence.location, dtype_name(call.made.dtype)
     reached = written.format(figure(largest, ends))
     return Cause(
-        f"{reached} overflows {dtype}{but_not_in_backward(evidence.location)}",
+        f"{reached} overflows {dtype}{_in_backward(location)}{but_not_in_backward(location)}",
         f"{named(given)} reaches {figure(largest, ends)}; {dtype} ends at "
         f"{written.format(figure(ends))}",
-        exponential_remedy(evidence.location, call, ends),
+        exponential_remedy(location, call, ends) if location.direction != "backward" else "",
     )
 
 
@@ -263,12 +263,16 @@ def overflow(evidence: OpEvidence) -> Cause | None:
     if call.function in _CASTS or not overflows(call) or smallest_numbers_add_up(evidence):
         return None
     location, dtype = evidence.location, call.made.dtype
-    node = f" in the backward of {location.node}" if location.direction == "backward" else ""
     return Cause(
-        f"{call.function} overflows {dtype_name(dtype)}{node}{but_not_in_backward(location)}",
+        f"{call.function} overflows {dtype_name(dtype)}{_in_backward(location)}"
+        f"{but_not_in_backward(location)}",
         f"{reaches(call)}; {made_counts(call)}",
         _norm_remedy(call, evidence.location.op) or _wider(call),
     )
+
+
+def _in_backward(location: Location) -> str:
+    return f" in the backward of {location.node}" if location.direction == "backward" else ""
 
 
 def _norm_remedy(call: OpCall, op: str) -> str:
@@ -285,6 +289,8 @@ def _norm_remedy(call: OpCall, op: str) -> str:
 def _wider(call: OpCall) -> str:
     """What to do about values that are too large for a dtype."""
     dtype, largest = call.made.dtype, bound(call)
+    if call.function in RANGES and dtype.itemsize < 4:  # noqa: PLR2004 - bytes of float32
+        return f"torch.{call.function}(..., dtype=torch.float32), and compute what follows in it"
     if dtype in (torch.float16, torch.bfloat16, torch.float32):
         wide = torch.float64 if dtype == torch.float32 else torch.float32
         if largest is not None and largest < limit(wide):

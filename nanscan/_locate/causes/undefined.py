@@ -12,7 +12,14 @@ from nanscan._data.causes import UNMASK
 from nanscan._data.location import Location, Operand
 from nanscan._data.text import dtype_name, figure
 from nanscan._locate.causes.evidence import OpEvidence, rule
-from nanscan._locate.causes.op_call import OpCall, is_bad, makers, node_function, op_function
+from nanscan._locate.causes.op_call import (
+    OpCall,
+    absmax,
+    is_bad,
+    makers,
+    node_function,
+    op_function,
+)
 from nanscan._locate.causes.singularities import (
     Domain,
     Outside,
@@ -25,6 +32,8 @@ from nanscan._locate.causes.singularities import (
 from nanscan._locate.causes.wording import but_not_in_backward, hidden, made_counts, named
 
 _DECOMPOSITIONS = ("linalgsvd", "linalgeigh", "linalgeig")
+_TRIANGULAR = {"linalgqr": "QR", "linalgcholeskyex": "Cholesky"}
+_NEVER_OVERFLOWS = 1e6  # values up to this, divided by ones that are not close to 0
 _SELECTS = ("where", "masked_fill", "masked_select", "index", "index_put", "masked_scatter")
 
 
@@ -297,4 +306,20 @@ def equal_singular_values(evidence: OpEvidence) -> Cause | None:
         else "a singular value of 0: the derivative of its vectors is not defined",
         f"{node} divides by {'differences of ' if is_difference else ''}them, with {held}",
         "torch.linalg.svdvals(A) or eigvalsh(A) if the vectors need no gradient: theirs is defined",
+    )
+
+
+@rule(directions=("backward",), functions=("linalg_solve_triangular",))
+def triangle_without_full_rank(evidence: OpEvidence) -> Cause | None:
+    """The derivatives of QR and Cholesky divide by the diagonal of the triangular factor."""
+    node, call = evidence.location.node, evidence.call
+    what = _TRIANGULAR.get(node_function(node))
+    given = list(call.tensors.values())
+    if what is None or any(map(is_bad, given)) or max(map(absmax, given)) > _NEVER_OVERFLOWS:
+        return None
+    return Cause(
+        f"the derivative of {what} is not defined for a matrix without full rank",
+        f"{node} divides by the diagonal of its triangular factor, of which an element is 0 or "
+        f"close to it; {made_counts(call)}",
+        "",
     )
