@@ -123,10 +123,11 @@ class HeldTensors:
             return
         self._candidates.clear()
         thread = threading.get_ident()
-        self._is_settled &= not self._running - {thread}
+        if self._running:
+            self._is_settled &= self._running == {thread}
         self._running.add(thread)
         self._is_bad = False
-        for blamed, (holder, path) in list(self._blamed.items()):
+        for blamed, (holder, path) in list(self._blamed.items()) if self._blamed else ():
             self._look_at_blamed(blamed, holder, path)
         for holder in self._holders.values() if self._is_settled else ():
             states = holder.states

@@ -67,11 +67,12 @@ class History:
         self._rows = np.zeros((steps, 0), ROW)
         self._order = np.zeros((steps, 0), np.uint64)
         self._taken = 0
+        self._latest: int | None = None  # the step that was kept last
         self.full_order: Order = np.zeros(0, np.uint64)  # of the last step that scanned everything
 
     def has(self, step: int) -> bool:
         """Whether a part of a step was kept last."""
-        return self._taken > 0 and bool(self._steps[self._slot(-1)] == step)
+        return self._latest == step
 
     def add(self, step: int, rows: Rows, order: Order) -> None:
         """Keeps the rows of a step, or merges those of a further part into it."""
@@ -86,6 +87,8 @@ class History:
     def shift(self, steps: int) -> None:
         """Lowers the numbers of all steps so far."""
         self._steps[self._steps != _UNUSED] -= steps
+        if self._latest is not None:
+            self._latest -= steps
 
     def _slot(self, position: int = 0) -> int:
         return (self._taken + position) % len(self._steps)
@@ -98,7 +101,7 @@ class History:
         self._reserve(count)
         slot = self._slot()
         self._taken += 1
-        self._steps[slot] = step
+        self._steps[slot] = self._latest = step
         return self._rows[slot, :count], self._order[slot, :count]
 
     def _reserve(self, count: int) -> None:

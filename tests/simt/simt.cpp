@@ -7,6 +7,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -94,7 +95,7 @@ void tsan_release(void* address) {
 
 size_t stack_bytes() { return under_asan() || under_tsan() ? 256 << 10 : 64 << 10; }
 
-std::function<void()> system_fence_callback, death_callback;
+std::function<void()> fence_callback, system_fence_callback, death_callback;
 
 [[noreturn]] void die() {
   if (death_callback) death_callback();
@@ -344,8 +345,18 @@ class Processor {
     tsan_acquire(self.block->acquired_by(self.number));
     self.has_fenced = true;
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (system && system_fence_callback) system_fence_callback();
+    const std::function<void()>& callback = system ? system_fence_callback : fence_callback;
+    if (callback) callback();
     maybe_yield();
+  }
+
+  void wait_until(const std::function<bool()>& condition) {
+    while (!condition()) {
+      const auto can_run = [](uint32_t lanes) { return lanes != 0; };
+      if (std::none_of(ready_.begin(), ready_.end(), can_run)) stuck();
+      ready(*running_fiber_);
+      schedule();
+    }
   }
 
   // From here to after_atomic() no other OS thread performs one: ThreadSanitizer must be told of an
@@ -757,6 +768,13 @@ void on_system_fence(std::function<void()> callback) {
   std::lock_guard<std::mutex> lock(launch_mutex);
   system_fence_callback = std::move(callback);
 }
+
+void on_fence(std::function<void()> callback) {
+  std::lock_guard<std::mutex> lock(launch_mutex);
+  fence_callback = std::move(callback);
+}
+
+void wait_until(const std::function<bool()>& condition) { processor->wait_until(condition); }
 
 void on_death(std::function<void()> callback) { death_callback = std::move(callback); }
 

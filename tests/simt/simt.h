@@ -73,6 +73,14 @@ bool under_tsan();
 // Called by each __threadfence_system(), before it returns. For tests of what the host may see.
 void on_system_fence(std::function<void()> callback);
 
+// Called by each __threadfence(), before it returns: a place to hold a thread, for a schedule made
+// by hand. One OS thread only.
+void on_fence(std::function<void()> callback);
+
+// By a CUDA thread: the others run until condition() is true. Blocks that are not resident yet do
+// not begin meanwhile; kForward and kReverse may choose the waiting thread again and again.
+void wait_until(const std::function<bool()>& condition);
+
 // Called before a fault that was found here ends the process.
 void on_death(std::function<void()> callback);
 

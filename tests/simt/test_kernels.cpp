@@ -717,6 +717,80 @@ void test_streams_of_calls() {
     }
 }
 
+// A scan of two blocks is held where it has counted out its last block and not yet closed its call;
+// blocks of other scans run meanwhile. The numbers of the calls are known, so only one is right.
+void test_calls_that_begin_while_one_closes() {
+  if (simt::under_tsan()) return;
+  struct Step {
+    unsigned call, block;
+  };
+  struct Story {
+    const char* name;
+    unsigned bad;                        // call
+    std::vector<Step> meanwhile, after;  // call 0 is the one that is held
+    uint32_t calls, first_bad_call;
+  };
+  const Story stories[] = {
+      {"a bad call after two that overlap", 2, {{1, 0}, {1, 1}}, {{2, 0}, {2, 1}}, 3, 3},
+      {"two calls that overlap after two others",
+       2,
+       {{1, 0}, {1, 1}},
+       {{2, 0}, {3, 0}, {2, 1}, {3, 1}},
+       4,
+       0},
+      {"a bad call begins", 1, {{1, 0}}, {{1, 1}}, 2, 0},
+  };
+  for (const Story& story : stories) {
+    if (!begin_case(1, std::string("while a call closes: ") + story.name)) continue;
+    simt::Config config;
+    config.seed = cases;
+    simt::configure(config);
+    Random random(cases);
+    Tensor good(kFormats[2], flat(3000)), bad(kFormats[2], flat(3000));
+    good.fill(Contents::kNarrow, random);
+    bad.fill(Contents::kNarrow, random);
+    bad.set_bad(7, 0, random);  // block 0 takes it
+    uint32_t tickets = 0;
+    GuardedRow guarded(false);
+    Row& row = guarded.row();
+    const auto run = [&](const Step& step) {
+      const Tensor& tensor = step.call == story.bad ? bad : good;
+      simt_test::flat_float32({tensor.data(), tensor.elements(), &row, &tickets, false}, step.block,
+                              2);
+      __syncthreads();  // shared memory is used again
+    };
+    bool held = false, go_on = false;
+    simt::on_fence([&] {  // a finite scan has one fence: the last block's, when it has counted out
+      if (blockIdx.x != 0 || held) return;
+      held = true;
+      simt::wait_until([&] { return go_on; });
+    });
+    simt::launch(2, kThreads, [&] {
+      if (blockIdx.x == 0) {
+        run({0, 0});
+        run({0, 1});
+        for (const Step& step : story.after) run(step);
+      } else {
+        simt::wait_until([&] { return held; });
+        for (const Step& step : story.meanwhile) run(step);
+        go_on = true;
+      }
+    });
+    simt::on_fence(nullptr);
+    ++launches;
+    for (uint32_t call = 0; call < story.calls; ++call) {
+      (call == story.bad ? bad : good).expect(guarded.expected(), false);
+      guarded.expected().end_scan();
+    }
+    guarded.expected().set_ticket(1);
+    if (row.first_bad_call != story.first_bad_call)
+      fail("the first bad call is " + std::to_string(row.first_bad_call) + ", not " +
+           std::to_string(story.first_bad_call));
+    guarded.expected().forget_first_bad(row);
+    guarded.check();
+  }
+}
+
 // Zeros but for the last: it takes no memory, and a few seconds.
 void test_more_than_2_32_elements() {
   if (simt::under_asan() || simt::under_tsan()) return;
@@ -809,6 +883,7 @@ int main(int argc, char** argv) {
   test_many();
   test_two_streams();
   test_streams_of_calls();
+  test_calls_that_begin_while_one_closes();
   test_more_than_2_32_elements();
   test_stories();
   printf("test_kernels, seed %llu, packed min and max %d: %llu cases, %llu launches, %d failures\n",
