@@ -17,9 +17,9 @@ def number(value: float) -> str:
 
 
 def largest(dtype: torch.dtype) -> str:
-    """The largest value of a dtype: "65504", "3.4e+38"."""
+    """The largest value of a dtype: "65504", "3.403e+38"."""
     value = float(torch.finfo(dtype).max)
-    return f"{value:g}" if value < 1e6 else number(value)  # noqa: PLR2004
+    return f"{value:g}" if value < 1e6 else f"{value:.4g}"  # noqa: PLR2004
 
 
 def figure(value: float, beside: float | None = None) -> str:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from nanscan._data import causes
+from nanscan._data import causes, text
 from nanscan._data.cause import Cause
 from nanscan._data.dtypes import smallest
 from nanscan._data.location import Location, Operand
@@ -94,7 +94,7 @@ def second_moment_overflow(evidence: OpEvidence) -> Cause | None:
         return None
     return causes.second_moment_overflow(
         f"{named(grad)} reaches {figure(largest)}; {figure(largest)}^2 * {share or 1.0:g} = "
-        f"{figure(added)}, and {dtype} ends at {figure(most)}",
+        f"{figure(added)}, and {dtype} ends at {text.largest(moment.dtype)}",
         dtype,
     )
 
@@ -160,7 +160,7 @@ def cast(evidence: OpEvidence) -> Cause | None:
     source, dtype = dtype_name(given.dtype), dtype_name(call.made.dtype)
     reach = ", which has no Inf"
     if largest is not None:
-        times = f"{largest / most:.3g} times the largest {dtype}, {figure(most)}"
+        times = f"{largest / most:.3g} times the largest {dtype}, {text.largest(call.made.dtype)}"
         reach = f" and reaches {figure(largest, most)}, {times}"
     return Cause(
         f"conversion to {dtype} overflows",
@@ -199,7 +199,7 @@ def smallest_numbers_add_up(evidence: OpEvidence) -> Cause | None:
     dtype = dtype_name(made.dtype)
     return Cause(
         f"a mask of the smallest {dtype} is added to negative numbers: the sum is -Inf",
-        f"{named(masks[0])} goes down to {figure(-most)}, the smallest {dtype}; "
+        f"{named(masks[0])} goes down to -{text.largest(made.dtype)}, the smallest {dtype}; "
         f"{made_counts(call)}",
         "scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in the place of scores + mask; "
         "masks that are bool combine with &",

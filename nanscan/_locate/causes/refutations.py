@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanscan._data.text import dtype_name, figure, share
+from nanscan._data.text import dtype_name, figure, largest, share
 from nanscan._locate.causes.bounds import bound, limit
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.masks import SOFTMAX
@@ -30,12 +30,12 @@ def no_overflow(evidence: OpEvidence) -> str | None:
         return None
     most, reached = limit(call.result.dtype), bound(call)
     is_proven = reached < most if reached is not None else call.function in _NEVER_OVERFLOW
-    largest = max(map(absmax, call.tensors.values()), default=0.0)
-    if not is_proven or not largest:
+    top = max(map(absmax, call.tensors.values()), default=0.0)
+    if not is_proven or not top:
         return None
     return (
-        f"overflow: unlikely because operands reach {figure(largest)}, {share(largest, most)} of "
-        f"{dtype_name(call.result.dtype)}'s largest {figure(most)}"
+        f"overflow: unlikely because operands reach {figure(top)}, {share(top, most)} of "
+        f"{dtype_name(call.result.dtype)}'s largest {largest(call.result.dtype)}"
     )
 
 

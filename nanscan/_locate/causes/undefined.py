@@ -133,10 +133,11 @@ def outside_of_domain(evidence: OpEvidence) -> Cause | None:
     where = named(argument) if argument is not None else found.argument
     after = evidence.location.consequence
     times_log = after is not None and ".mul" in after.name and "log" in call.function
+    then = ", then 0 * -Inf" if times_log else but_not_in_backward(evidence.location)
+    by = "" if then else hidden(evidence.location)
     return Cause(
-        f"{found.what} {' and '.join(outside.kinds)}"
-        + (", then 0 * -Inf" if times_log else but_not_in_backward(evidence.location)),
-        f"{where} has {outside}; {made_counts(call)}",
+        f"{found.what} {' and '.join(outside.kinds)}{then}",
+        f"{where} has {outside}; {made_counts(call)}" + (f"; {by} drops it" if by else ""),
         _remedy(evidence, found, times_log=times_log),
     )
 

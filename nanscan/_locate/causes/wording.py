@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from nanscan._data import text
 from nanscan._data.location import Location, Operand
 from nanscan._data.result import ScanResult, bad_counts
 from nanscan._data.text import dtype_name, figure, share
@@ -68,5 +69,7 @@ def reaches(call: OpCall) -> str:
     products = summed_products(call) if call.function in PRODUCTS else None
     of = f", {products:,} products a value" if products else ""
     get_to = figure(math.inf if largest is None else largest, most)
-    parts.append(f"the result can get to {get_to}{of}; {dtype_name(dtype)} ends at {figure(most)}")
+    parts.append(
+        f"the result can get to {get_to}{of}; {dtype_name(dtype)} ends at {text.largest(dtype)}"
+    )
     return "; ".join(parts)
