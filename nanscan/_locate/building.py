@@ -13,7 +13,7 @@ from nanscan._data.places import ModulePlace
 from nanscan._data.result import ScanResult
 from nanscan._data.settings import BadSetting
 from nanscan._locate.causes import causes, refuted
-from nanscan._locate.taint import Source, Taint
+from nanscan._locate.taint import Source, Taint, is_nonfinite_number
 from nanscan._locate.tensor_names import Named, TensorNames
 from nanscan._locate.trace import OpTrace
 from nanscan._locate.values import Event, Value
@@ -88,7 +88,7 @@ class LocationBuilder:
         found = Location(
             self.op(event),
             verdict,
-            _HOW_OF.get(verdict, _HOW[taint.source]),
+            _HOW_OF.get(verdict, _how(taint)),
             _direction(event),
             node=_node_name(event.node) if event.node else "",
             output_index=_first_bad(event.outputs),
@@ -194,6 +194,20 @@ class LocationBuilder:
             integers = ScanResult(row, shape, torch.float64, moments=True)
         known = (has_moments, made_by, named.kind, named.aliases, maker, integers, value.numbers)
         return Operand(name, named.name, value.dtype, shape, stats, *known)
+
+
+def _how(taint: Taint) -> str:
+    """Of a fault, what was made of what."""
+    event = taint.event
+    if taint.source not in ("made", "negative-inf"):
+        return _HOW[taint.source]
+    if any(value.is_bad for _, value in event.operands):
+        return "NaN made here out of Inf"
+    if not any(map(is_nonfinite_number, event.settings.values())):
+        return _HOW[taint.source]
+    has_nan = any(value.has_nan for value in event.results)
+    by_number = "made here by a number that is not finite"
+    return by_number if has_nan or event.in_optimizer else _HOW["mask"]
 
 
 def _hidden_by(taint: Taint, verdict: str | None, consumers: list[Event]) -> Event | None:

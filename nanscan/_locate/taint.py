@@ -34,6 +34,10 @@ _WEIGHTED_SUMS: tuple[str, ...] = (
     "aten.mv.default",
 )
 _WEIGHTED_SUMS += ("aten.convolution.default", "aten.linear.default", "aten.mkldnn_linear.default")
+# What these take is no mask, but for what they add.
+_LAYERS = (*_WEIGHTED_SUMS, "aten.native_layer_norm.default", "aten.native_group_norm.default")
+_LAYERS += ("aten.native_batch_norm.default", "aten._fused_rms_norm.default")
+_ADDED = {"bias", "aten.addmm.default self"}
 _MAX_NUMBERS = 1024  # integers of an operand that are kept
 
 # Where non-finite values come from.
@@ -181,8 +185,7 @@ class TaintTracker:
             if taint is None or taint.is_forgiven or _may_be_meant(value, what, may_be_masks):
                 continue
             if taint.source == "mask":
-                if any(operand.is_bad for _, operand in taint.event.operands):
-                    taint.source = "outside"
+                _note_no_mask(taint)
                 taint.consequence = taint.consequence or value.maker
             if not taint.is_fault:
                 taint.is_fault, taint.reached = True, what
@@ -250,7 +253,7 @@ class TaintTracker:
                 value.taint = self._taint_of_unseen(value, event)
         has_nan = any(_counts(value)[0] for value in bad)
         if not taken:
-            is_written = any(_is_nonfinite_number(x) for x in event.settings.values())
+            is_written = any(is_nonfinite_number(x) for x in event.settings.values())
             if is_written and not event.in_optimizer:  # a learning rate is no mask
                 return self._add("negative-inf" if has_nan else "mask", event)
             has_posinf = any(_counts(value)[1] for value in bad)
@@ -258,6 +261,8 @@ class TaintTracker:
             is_made |= event.info.name in _WEIGHTED_SUMS
             return self._add("made" if is_made else "negative-inf", event)
         taint = _first_by_precedence(taken)
+        if taint.source == "mask" and _takes_no_mask(event):
+            _note_no_mask(taint)
         if taint.source == "uninitialised" and not event.info.is_view:
             taint.consequence = taint.consequence or event
         if taint.source == "outside" and taint.event.info.is_view:
@@ -298,6 +303,19 @@ class TaintTracker:
         taint = Taint(source, event)
         self._taints.append(taint)
         return taint
+
+
+def _takes_no_mask(event: Event) -> bool:
+    """Whether an op multiplies or normalises -Inf, which is no use of a mask."""
+    name = event.info.name
+    bad = (argument for argument, value in event.operands if value.is_bad)
+    return name in _LAYERS and not all({x, f"{name} {x}"} & _ADDED for x in bad)
+
+
+def _note_no_mask(taint: Taint) -> None:
+    """Inf that was taken for a mask is none: it was there before, or the code wrote it."""
+    is_older = any(operand.is_bad for _, operand in taint.event.operands)
+    taint.source = "outside" if is_older else "negative-inf"
 
 
 def _may_be_meant(value: Value, what: str, may_be_masks: bool) -> bool:
@@ -342,7 +360,8 @@ def _first_by_precedence(values: list[Value]) -> Taint:
     return min(taints, key=lambda taint: (_PRECEDENCE.index(taint.source), taint.event.number))
 
 
-def _is_nonfinite_number(x: object) -> bool:
+def is_nonfinite_number(x: object) -> bool:
+    """Whether an argument is a number that is NaN or Inf."""
     return isinstance(x, float) and not math.isfinite(x)
 
 

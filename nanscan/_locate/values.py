@@ -95,6 +95,11 @@ class Value:
         """Whether it holds a non-finite value. Waits for the scan."""
         return self.counts != _CLEAN
 
+    @property
+    def has_nan(self) -> bool:
+        """Whether it holds a NaN. Waits for the scan."""
+        return self.counts[:8] != _CLEAN[:8]
+
 
 class Event:
     """One op that ran, and where.

@@ -118,6 +118,8 @@ def _against_the_verdict(location) -> list[str]:
         found.append("what it made is finite")
     if is_handed_on and not read_bad:
         found.append("what it read is finite")
+    if "out of finite values" in location.how and read_bad:
+        found.append(f"{location.how} | it read what is not finite")
     hides = location.hidden_by is not None
     dtypes = {dtype_name(r.dtype) for r in location.at.results}
     for cause in location.causes:

@@ -349,7 +349,48 @@ def test_a_mask_that_was_there_before_and_reached_the_loss():
 
     location = nanscan.locate(step)
     assert location.verdict == "propagated"
-    assert titles(location) == ["-Inf, as in a mask, was there before anything ran"]
+    assert titles(location) == ["-Inf was there before anything ran"]
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize(
+    "first", [nn.Linear(5, 5), nn.LayerNorm(5), nn.Unflatten(1, (1, 5)), nn.ReLU6()]
+)
+def test_inf_of_a_batch_is_alike_in_both_signs(first, value):
+    batch = LOGITS.clone()
+    batch[1, 2] = value
+    last = nn.Conv1d(1, 2, 3) if isinstance(first, nn.Unflatten) else nn.Linear(5, 5)
+    model = nn.Sequential(first, last, nn.LayerNorm(3 if last.weight.dim() > 2 else 5))
+    location = nanscan.locate(lambda: model(batch).sum().backward())
+    if isinstance(first, nn.ReLU6) and value is not NAN:
+        assert location is None  # it bounds them
+        return
+    assert location.verdict == "propagated"
+    assert titles(location) == ["the data was bad before anything ran"]
+
+
+@pytest.mark.parametrize("value", [INF, -INF])
+def test_inf_that_code_writes_and_hands_to_a_layer(value):
+    layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+
+    def step():
+        x = LOGITS.masked_fill(BANNED, value)  # writes
+        layers(x).sum().backward()
+
+    location = nanscan.locate(step)
+    assert location.line == marked(step, "writes")
+    assert "Inf that the code wrote" in str(location)
+
+
+def test_a_bias_may_ban_a_class():
+    layer = nn.Linear(5, 5)
+    with torch.no_grad():
+        layer.bias[2] = -INF
+
+    def step():
+        F.cross_entropy(layer(LOGITS), torch.tensor([0, 1, 1])).backward()
+
+    assert nanscan.locate(step) is None
 
 
 def test_inf_minus_inf():

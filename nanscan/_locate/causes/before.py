@@ -7,6 +7,7 @@ import math
 from nanscan._data.cause import Cause
 from nanscan._data.location import Location, Operand
 from nanscan._data.result import ScanResult
+from nanscan._locate.causes.bounds import PRODUCTS
 from nanscan._locate.causes.evidence import OpEvidence, rule
 from nanscan._locate.causes.op_call import OpCall, call_of, is_bad, op_function
 from nanscan._locate.causes.wording import bad_of, made_counts, named
@@ -37,8 +38,10 @@ def bad_before_the_search(evidence: OpEvidence) -> Cause | None:
 
 def _data(location: Location, bad: Operand, stats: ScanResult, held: str) -> Cause:
     """A tensor that is known by no name, and that no optimizer read."""
-    if not stats.nan_count and not stats.posinf_count:
-        return Cause("-Inf, as in a mask, was there before anything ran", held, "")
+    function = op_function(location.op)
+    is_product = function in PRODUCTS or "norm" in function
+    if not is_product and not stats.nan_count and not stats.posinf_count:
+        return Cause("-Inf was there before anything ran", held, "")  # it may have been a mask
     if not bad.shape:
         return Cause("a number that the code computes with was bad before", held, "")
     remedy = "drop or repair the sample where it is loaded: assert torch.isfinite(batch).all()"
