@@ -23,13 +23,13 @@ from nanscan._collect.names import Registry
 from nanscan._collect.optimizers import (
     Optimizers,
     Plan,
-    is_any_optimizer_for,
     outcome_of,
     parameters_of,
 )
 from nanscan._collect.parameter_changes import ParameterChanges
 from nanscan._collect.parameters import ParameterScans
 from nanscan._collect.records import Consumer, RecordQueue
+from nanscan._collect.roots import Roots
 from nanscan._collect.scanner import Scanner
 from nanscan._collect.schedule import Schedule, Turn
 from nanscan._collect.skip_step import Gradients, SkipStep, is_stand_in
@@ -96,6 +96,7 @@ class Collector(Listener):
         self.optimizers = Optimizers(registry, table, self._order)
         self._parameters = ParameterScans(registry, self._scanner, self.optimizers, kinds)
         self._changes = ParameterChanges(registry, table)
+        self._roots = Roots(registry)
         self._meter = CostMeter(
             self.calls.core,
             table.core,
@@ -112,6 +113,7 @@ class Collector(Listener):
         self.records = RecordQueue(
             registry, table, self.optimizers, self.tracker, inputs=inputs, consumer=consumer
         )
+        registry.may_rename = self._may_rename
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -141,6 +143,10 @@ class Collector(Listener):
         """Scans everything in this step, as far as it is still to come, and the next ones."""
         self._schedule.scan_fully(self.tracker.step, steps)
         self._next_turn()
+
+    def _may_rename(self) -> bool:
+        """Whether places may get other names: no report that has the old ones can go on."""
+        return not self.records.is_judging and self.records.told != self.tracker.step
 
     def _next_turn(self) -> None:
         self.set_turn(self._schedule.turn(self.tracker.step))
@@ -204,7 +210,7 @@ class Collector(Listener):
         """Whether an optimizer holds a watched parameter: is a forward a whole step? Looks once."""
         if self.tracker.waits_for_optimizer is None:
             self._registry.rescan()  # it may hold adapters that were added since
-            self.tracker.waits_for_optimizer = is_any_optimizer_for(self._registry)
+            self.tracker.waits_for_optimizer = self._roots.look_around()
         return self.tracker.waits_for_optimizer
 
     def scan_single(self, x: Any, name: str, kind: Kind) -> None:
@@ -287,6 +293,7 @@ class Collector(Listener):
         self._stepping.stepped = True
         if is_tracing():
             return None
+        self._roots.look_at(optimizer)
         plan = self.optimizers.plan(optimizer)
         if plan is None or not self.calls.is_attached:
             return None
@@ -331,8 +338,8 @@ class Collector(Listener):
         if fine and not self._table.on_device:
             return [], True
         parameters = parameters_of(optimizer)
-        pairs = [(parameters[i].grad, place.grad.site) for i, place in plan.backward]
-        return [(grad, site) for grad, site in pairs if grad is not None], fine
+        pairs = [(parameters[i].grad, place.grad.sites) for i, place in plan.backward]
+        return [(grad, sites) for grad, sites in pairs if grad is not None], fine
 
     def on_after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans parameters, and moments when asked for, and ends the step."""
@@ -417,6 +424,7 @@ class Collector(Listener):
             if not self.records.end_step(self.turn, optimizer, outcome):
                 return
             self.tracker.ended()
+            self._registry.is_first_step = False
             if self._inputs is not None:
                 self._inputs.forget()
             now = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import math
 import weakref
 from collections.abc import Iterator
@@ -228,17 +227,6 @@ def outcome_of(optimizer: Optimizer, scaler: GradScaler | None) -> Outcome:
     # The scaler changes its scale in place.
     kept = scale.clone() if isinstance(scale, torch.Tensor) else math.nan
     return Outcome(id(optimizer), skipped.clone(), kept)
-
-
-def is_any_optimizer_for(registry: Registry) -> bool:
-    """Whether an optimizer of the process holds a watched parameter. Looks at all objects."""
-    optimizers = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
-    return any(
-        registry.parameter(parameter, "") is not None
-        for optimizer in optimizers
-        for group in getattr(optimizer, "param_groups", ())  # it may be in the making elsewhere
-        for parameter in group["params"]
-    )
 
 
 def _facts(

@@ -80,6 +80,8 @@ class RecordQueue:
         lock: held while records are made and delivered.
         is_ahead: what is delivered now is judged before its step ends.
         has_ahead: such a record had something notable, and no other came since.
+        is_judging: a record is being delivered.
+        told: the last step of which a record had something notable.
     """
 
     def __init__(  # noqa: PLR0913 - its parts, in one place
@@ -93,7 +95,8 @@ class RecordQueue:
         consumer: Consumer,
     ) -> None:
         self.lock = threading.RLock()
-        self.is_ahead = self.has_ahead = False
+        self.is_ahead = self.has_ahead = self.is_judging = False
+        self.told = -1
         self._registry = registry
         self._table = table
         self._optimizers = optimizers
@@ -233,7 +236,12 @@ class RecordQueue:
             self._delivered_ticket = self._table.last_ticket
         self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
         if rows.notable or skips or self._consumer.has_news:
-            self._consumer.on_record(self._record(pending, rows, skips))
+            self.told = pending.step
+            self.is_judging = True
+            try:
+                self._consumer.on_record(self._record(pending, rows, skips))
+            finally:
+                self.is_judging = False
         elif pending.is_whole:  # nearly every step; a record would cost more than the rest
             self._consumer.on_clean_step(pending.step)
 
