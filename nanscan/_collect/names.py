@@ -224,11 +224,14 @@ class Registry:
         with self._lock:
             for parameter in [p for p in self._parameters if self._known(p) is None]:
                 del self._parameters[parameter]
-            for label, root in list(self._roots.items()):
-                module = root.module()
-                if module is not None and label in self._roots:
-                    self._take_in(module, root)
-                    self._add_tree(module, label, root.prefix)
+            self._add_new_parts(is_early=self.is_first_step)
+
+    def _add_new_parts(self, *, is_early: bool) -> None:
+        for label, root in list(self._roots.items()):
+            module = root.module()
+            if module is not None and label in self._roots:
+                self._take_in(label, module, is_early=is_early)
+                self._add_tree(module, label, root.prefix)
 
     # -- outermost modules, and names ------------------------------------------------------------
 
@@ -246,6 +249,12 @@ class Registry:
         """Adds an outermost module that was not called. Known ones inside become its parts."""
         with self._lock:
             self._add_root(module)
+            self.merge()
+
+    def merge(self) -> None:
+        """Every outermost module that lies in another one becomes a part of it."""
+        with self._lock:
+            self._add_new_parts(is_early=True)
 
     def add_prefixes(self) -> None:
         """From now on the names of every model begin with its class."""
@@ -267,33 +276,37 @@ class Registry:
             return self._add_tree(module, label, old.prefix)
         # Names of one model are those of named_modules(); all others begin with their class. A
         # module without parts would leave no more than "weight": that is a name in a known model.
-        bare = {other for other, root in self._roots.items() if not root.prefix}
         is_bare = self.only or (
-            any(True for _ in module.children()) and bare <= {*self._nested(module)}
+            any(True for _ in module.children()) and all(r.prefix for r in self._roots.values())
         )
-        root = self._roots[label] = _Root(weakref.ref(module), "" if is_bare else f"{label}.")
-        self._take_in(module, root)
-        return self._add_tree(module, label, root.prefix)
+        self._roots[label] = _Root(weakref.ref(module), "" if is_bare else f"{label}.")
+        self._take_in(label, module, is_early=self.is_first_step)
+        return self._add_tree(module, label, self._roots[label].prefix)
 
-    def _take_in(self, module: nn.Module, root: _Root) -> None:
-        """Outermost modules that lie in another one become its parts."""
-        for other, path in self._nested(module).items():
+    def _take_in(self, label: str, module: nn.Module, *, is_early: bool) -> None:
+        """Outermost modules that lie in another one become its parts.
+
+        Args:
+            label: of the other one.
+            module: the other one.
+            is_early: take in a single one, too. Later it keeps its name, as what is wrapped does.
+        """
+        if len(self._roots) == 1 or not self.may_rename():
+            return
+        names = {id(part): name for name, part in module.named_modules()}
+        inside = ((other, names.get(id(r.module()))) for other, r in self._roots.items())
+        nested = {other: name for other, name in inside if name}
+        own = [*module.parameters(recurse=False), *module.children()]
+        if len(nested) < (1 if is_early and len(own) > 1 else 2):
+            return
+        root = self._roots[label]
+        if root.prefix and not all(self._roots[other].prefix for other in nested):
+            if label in self._by_name:
+                self._rename(self._by_name[label], root.prefix, label, "")
+            root.prefix = ""
+        for other, path in nested.items():
             before, name = self._roots.pop(other).prefix, root.prefix + path
             self._rename(self._by_name[other], before, name, f"{name}.")
-
-    def _nested(self, module: nn.Module) -> dict[str, str]:
-        """Outermost modules that are to become parts of a module, by label: their names there.
-
-        Once it has a name, one that is called alone keeps it. So does what is only wrapped.
-        """
-        if len(self._roots) < 1 + (id(module) in self.places) or not self.may_rename():
-            return {}
-        names = {id(part): name for name, part in module.named_modules()}
-        inside = ((label, names.get(id(root.module()))) for label, root in self._roots.items())
-        nested = {label: name for label, name in inside if name}
-        own = [*module.parameters(recurse=False), *module.children()]
-        is_needed = len(nested) > 1 or (self.is_first_step and len(own) > 1)
-        return nested if is_needed else {}
 
     def _rename(self, top: ModulePlace, before: str, name: str, after: str) -> None:
         """Gives other names to an outermost module and to all inside.

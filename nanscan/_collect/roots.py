@@ -62,6 +62,8 @@ class Roots:
         if registry.only or not registry.may_rename():
             return
         if self._is_scattered(parameters):
+            registry.merge()
+        if self._is_scattered(parameters):
             if modules is None:
                 self._searches += 1
                 if self._searches & (self._searches - 1):  # some code makes optimizers all the time
