@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nanscan._collect.names import Wants
+from nanscan._collect.tensors import Wants
 from nanscan._data.site import DEFAULT_KINDS, KINDS, Kind, Site
 from nanscan._output.sinks import Action, sinks_of
 

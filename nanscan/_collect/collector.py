@@ -113,7 +113,6 @@ class Collector(Listener):
         self.records = RecordQueue(
             registry, table, self.optimizers, self.tracker, inputs=inputs, consumer=consumer
         )
-        registry.may_rename = self._may_rename
 
     # -- attaching -------------------------------------------------------------------------------
 
@@ -143,10 +142,6 @@ class Collector(Listener):
         """Scans everything in this step, as far as it is still to come, and the next ones."""
         self._schedule.scan_fully(self.tracker.step, steps)
         self._next_turn()
-
-    def _may_rename(self) -> bool:
-        """Whether places may get other names: no report that has the old ones can go on."""
-        return not self.records.is_judging and self.records.told != self.tracker.step
 
     def _next_turn(self) -> None:
         self.set_turn(self._schedule.turn(self.tracker.step))
@@ -424,7 +419,6 @@ class Collector(Listener):
             if not self.records.end_step(self.turn, optimizer, outcome):
                 return
             self.tracker.ended()
-            self._registry.is_first_step = False
             if self._inputs is not None:
                 self._inputs.forget()
             now = time.perf_counter()

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from nanscan._collect.renaming import nested_in, rename
+from nanscan._collect.tensors import KnownTensors, Wants
 from nanscan._data.frames import is_compiler_calling, modules_calling
 from nanscan._data.places import ModulePlace, ParameterPlace, SinglePlace
-from nanscan._data.site import Kind
 
-# By its qualified names, former ones included, and, for a module, the module itself.
-Wants = Callable[[tuple[str, ...], nn.Module | None], bool]
 # id, place, outermost, watched, sentinel; as nanscan._C.Calls.add takes them.
 OnAdd = Callable[[int, "ModulePlace", bool, bool, bool], None]
 OnIgnore = Callable[[int, bool], None]  # id; whether it was called outside of the model
@@ -40,7 +38,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule)  # noqa: SLF001 - no public spelling
 
 
-class Registry:
+class Registry(KnownTensors):
     """Modules and parameters by identity, without keeping any of them alive.
 
     Args:
@@ -49,26 +47,17 @@ class Registry:
     """
 
     def __init__(self, model: nn.Module | None, wants: Wants) -> None:
-        self.only = model is not None
-        self._wants = wants
+        super().__init__(wants, only=model is not None)
         self._lock = threading.RLock()
         self.places: dict[int, ModulePlace] = {}  # by id(module)
-        # By id(parameter): the module that has it, under which name, and its place. No weak
-        # reference to the parameter: torch.utils.swap_tensors, and so Module.to, would refuse it.
-        self._parameters: dict[int, tuple[weakref.ref[nn.Module], str, ParameterPlace]] = {}
         self._by_name: dict[str, ModulePlace] = {}
-        self._loose: dict[str, ParameterPlace] = {}  # parameters of no known module, by name
-        self._single: dict[tuple[str, Kind], SinglePlace] = {}  # the loss, and probes
-        # Buffers: the module that has it, under which name, and its place.
-        self._buffers: list[tuple[weakref.ref[nn.Module], str, SinglePlace]] = []
         self._roots: dict[str, _Root] = {}  # by label: its class, with a number for later ones
         self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
         self._latest: dict[ModulePlace, weakref.ref[nn.Module]] = {}  # the module of a place
         self._ignored: set[int] = set()  # ids of modules that are not the user's, or the model's
         # Callers with classes of modules that were looked for in the model, and are not in it.
         self._foreign: set[tuple[ModulePlace | None, type[nn.Module]]] = set()
-        self.changes = 0  # how often a module or parameter was added
-        self.is_first_step = True
+        self.is_first_step: Callable[[], bool] = lambda: True
         # Whether places may get other names now: not while a report of this step has the old ones.
         self.may_rename: Callable[[], bool] = lambda: True
         self._on_add: OnAdd | None = None
@@ -77,9 +66,7 @@ class Registry:
         if model is not None:
             self._add_root(model)
 
-    def listen(
-        self, on_add: OnAdd, on_ignore: OnIgnore, on_forget: Callable[[int], None]
-    ) -> None:
+    def listen(self, on_add: OnAdd, on_ignore: OnIgnore, on_forget: Callable[[int], None]) -> None:
         """Tells of each module, now and later, of those to be ignored, and of its end."""
         self._on_add, self._on_ignore, self._on_forget = on_add, on_ignore, on_forget
         for key, place in self.places.items():
@@ -105,54 +92,6 @@ class Registry:
             yield from place.buffers.values()
         yield from self._loose.values()
         yield from self._single.values()
-
-    def single(self, name: str, kind: Kind) -> SinglePlace:
-        """The loss, or a probe of that name."""
-        return self._single.setdefault((name, kind), SinglePlace(name, None, kind))
-
-    def buffers(self) -> Iterator[tuple[torch.Tensor, SinglePlace]]:
-        """Every buffer that a known module has now."""
-        for reference, key, place in self._buffers:
-            module = reference()
-            buffer = getattr(module, key, None)
-            if place.watched and isinstance(buffer, torch.Tensor):
-                yield buffer, place
-
-    def parameter(self, parameter: torch.Tensor, loose_name: str) -> ParameterPlace | None:
-        """A parameter's place; None where its model is not watched.
-
-        Args:
-            parameter: the parameter.
-            loose_name: what to call it when no known module has it; "": it has no place then.
-        """
-        known = self._known(id(parameter))
-        if known is not None:
-            return known
-        if self.only or not loose_name:
-            return None
-        return self._loose.setdefault(loose_name, ParameterPlace(loose_name, None))
-
-    def _known(self, parameter: int) -> ParameterPlace | None:
-        """The place by id; None once its module no longer has the parameter of that id."""
-        if parameter not in self._parameters:
-            return None
-        reference, key, place = self._parameters[parameter]
-        module = reference()
-        if module is None or id(getattr(module, key, None)) != parameter:
-            return None
-        return place
-
-    def live_parameters(self) -> Iterator[tuple[torch.Tensor, ParameterPlace]]:
-        """Every watched parameter that a known module has now, once each."""
-        for reference, key, place in list(self._parameters.values()):
-            parameter = getattr(reference(), key, None)
-            if place.watched and isinstance(parameter, torch.Tensor):
-                yield parameter, place
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether backward has gradients to make."""
-        return any(parameter.requires_grad for parameter, _ in self.live_parameters())
 
     def discover(self, module: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
         """Names a module that was called and is not known; None where it is not to be watched.
@@ -222,9 +161,8 @@ class Registry:
     def rescan(self) -> None:
         """Looks for what was added to known outermost modules, or taken away, since."""
         with self._lock:
-            for parameter in [p for p in self._parameters if self._known(p) is None]:
-                del self._parameters[parameter]
-            self._add_new_parts(is_early=self.is_first_step)
+            self.forget_moved()
+            self._add_new_parts(is_early=self.is_first_step())
 
     def _add_new_parts(self, *, is_early: bool) -> None:
         for label, root in list(self._roots.items()):
@@ -280,7 +218,7 @@ class Registry:
             any(True for _ in module.children()) and all(r.prefix for r in self._roots.values())
         )
         self._roots[label] = _Root(weakref.ref(module), "" if is_bare else f"{label}.")
-        self._take_in(label, module, is_early=self.is_first_step)
+        self._take_in(label, module, is_early=self.is_first_step())
         return self._add_tree(module, label, self._roots[label].prefix)
 
     def _take_in(self, label: str, module: nn.Module, *, is_early: bool) -> None:
@@ -293,9 +231,7 @@ class Registry:
         """
         if len(self._roots) == 1 or not self.may_rename():
             return
-        names = {id(part): name for name, part in module.named_modules()}
-        inside = ((other, names.get(id(r.module()))) for other, r in self._roots.items())
-        nested = {other: name for other, name in inside if name}
+        nested = nested_in(module, {other: r.module() for other, r in self._roots.items()})
         own = [*module.parameters(recurse=False), *module.children()]
         if len(nested) < (1 if is_early and len(own) > 1 else 2):
             return
@@ -309,30 +245,7 @@ class Registry:
             self._rename(self._by_name[other], before, name, f"{name}.")
 
     def _rename(self, top: ModulePlace, before: str, name: str, after: str) -> None:
-        """Gives other names to an outermost module and to all inside.
-
-        Args:
-            top: the module.
-            before: what names of its parts begin with.
-            name: its new name.
-            after: what names of its parts will begin with.
-        """
-        made_inside = f"{top.name}.<"  # see _add_inside
-        inside = [place for place in self._by_name.values() if place.is_inside(top)]
-        for place in inside:
-            del self._by_name[place.name]
-        for place in inside:
-            if place is top:
-                place.rename_tree(name, before, after)
-            else:
-                is_made = place.name.startswith(made_inside)
-                old = place.name.removeprefix(f"{top.name}." if is_made else before)
-                place.rename_tree(after + old, f"{place.name}.", f"{after}{old}.")
-            self._by_name[place.name] = place
-        taken = {place.name for place in self.all_places()}
-        for place in inside:
-            for own in place.own():
-                own.former = tuple(former for former in own.former if former not in taken)
+        for place in rename(self._by_name, top, before, name, after):
             self._set_watched(place)
 
     def _move_into(self, module: nn.Module, place: ModulePlace) -> ModulePlace | None:
@@ -357,38 +270,31 @@ class Registry:
     def _set_watched(self, place: ModulePlace) -> None:
         """Asks the filters again: under each of its names a module may be left out."""
         reference = self._latest.get(place)
-        if (module := reference and reference()) is None:
+        module = None if reference is None else reference()
+        if module is None:
             return
+        place.watched = self._wants(place.names, module)
         for own in place.own():
-            is_module = own is place
-            wanted = self._wants(own.names, module if is_module else None)
-            own.watched = wanted and (is_module or place.watched)
+            own.watched = place.watched and self._wants(own.names, None)
         if self._on_add is not None:
             self._on_add(id(module), place, *self._role(place))
 
-    def _add_tree(
-        self, top: nn.Module, own_name: str, prefix: str, around: ModulePlace | None = None
-    ) -> ModulePlace:
-        """Names a module and all it contains, as far as they have no name yet.
-
-        Args:
-            top: the module.
-            own_name: what it is called.
-            prefix: what names of its parts begin with.
-            around: the module that it lies in.
-        """
+    def _add_tree(self, top: nn.Module, label: str, prefix: str) -> ModulePlace:
+        """Names an outermost module and all it contains, as far as they have no name yet."""
         for name, module in top.named_modules():
-            parent = around
+            parent = None
             if name:
                 parent = self.places[id(top.get_submodule(name.rpartition(".")[0]))]
             place = self.places.get(id(module))
             if place is None:
-                self._add(module, prefix + name if name else own_name, parent)
+                self._add(module, prefix + name if name else label, parent)
             elif place.parent is None and parent is not None and place.name not in self._roots:
                 place.parent = parent
                 for part in module.modules():  # which are no longer next to an outermost one
-                    self._set_watched(self.places[id(part)])
-            self._add_parameters(module, prefix + name if name else prefix.removesuffix("."))
+                    if id(part) in self.places:
+                        self._set_watched(self.places[id(part)])
+            stem = prefix + name if name else prefix.removesuffix(".")
+            self.add_tensors(module, self._lifetimes[id(module)], self.places[id(module)], stem)
         return self.places[id(top)]
 
     def _add(self, module: nn.Module, name: str, parent: ModulePlace | None) -> ModulePlace:
@@ -409,32 +315,6 @@ class Registry:
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
         self._latest[place] = self._lifetimes[key]
         return place
-
-    def _add_parameters(self, module: nn.Module, name: str) -> None:
-        owner, reference = self.places[id(module)], self._lifetimes[id(module)]
-        for key, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{key}".removeprefix(".")
-            place = owner.parameters.get(key)
-            if place is None:
-                place = owner.parameters[key] = ParameterPlace(full, owner)
-                place.watched = owner.watched and self._wants(place.names, None)
-            known = self._known(id(parameter))
-            if known is None:  # a tied weight goes by its first name
-                self._parameters[id(parameter)] = reference, key, place
-                self.changes += 1
-            elif known is not place:
-                owner.parameters[key] = known  # so that this module, too, knows its rows
-                if full not in known.aliases:
-                    known.aliases.append(full)
-        scripted = isinstance(module, torch.jit.ScriptModule)  # which has no such dict
-        for key in dict(module.named_buffers(recurse=False)) if scripted else module._buffers:  # noqa: SLF001
-            if key not in owner.buffers:
-                full = f"{name}.{key}".removeprefix(".")
-                buffer = owner.buffers[key] = SinglePlace(full, owner, Kind.BUFFER)
-                buffer.watched = owner.watched and self._wants(buffer.names, None)
-                buffer.is_statistic = key.startswith("running_") and isinstance(module, _NormBase)
-                buffer.is_saved = key not in getattr(module, "_non_persistent_buffers_set", ())
-                self._buffers.append((reference, key, buffer))
 
     def _ignore(self, module: nn.Module, *, outside: bool) -> None:
         """A graph that a compiler made and runs, or what is no part of the watched model.

@@ -80,8 +80,6 @@ class RecordQueue:
         lock: held while records are made and delivered.
         is_ahead: what is delivered now is judged before its step ends.
         has_ahead: such a record had something notable, and no other came since.
-        is_judging: a record is being delivered.
-        told: the last step of which a record had something notable.
     """
 
     def __init__(  # noqa: PLR0913 - its parts, in one place
@@ -95,9 +93,12 @@ class RecordQueue:
         consumer: Consumer,
     ) -> None:
         self.lock = threading.RLock()
-        self.is_ahead = self.has_ahead = self.is_judging = False
-        self.told = -1
+        self.is_ahead = self.has_ahead = False
+        self._is_judging = False
+        self._told = -1  # the last step of which a record had something notable
         self._registry = registry
+        registry.may_rename = self.may_rename
+        registry.is_first_step = lambda: tracker.step == 0
         self._table = table
         self._optimizers = optimizers
         self._tracker = tracker
@@ -108,6 +109,10 @@ class RecordQueue:
         self._bad_rows: set[int] = set()  # on the host, in the last snapshot
         # By id(optimizer): steps in a row that were skipped, and the scale in the first of them.
         self._skips: dict[int, tuple[int, float]] = {}
+
+    def may_rename(self) -> bool:
+        """Whether places may get other names: no report that has the old ones can go on."""
+        return not self._is_judging and self._told != self._tracker.step
 
     def clear(self) -> None:
         """Forgets what is on its way."""
@@ -236,12 +241,12 @@ class RecordQueue:
             self._delivered_ticket = self._table.last_ticket
         self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
         if rows.notable or skips or self._consumer.has_news:
-            self.told = pending.step
-            self.is_judging = True
+            self._told = pending.step
+            self._is_judging = True
             try:
                 self._consumer.on_record(self._record(pending, rows, skips))
             finally:
-                self.is_judging = False
+                self._is_judging = False
         elif pending.is_whole:  # nearly every step; a record would cost more than the rest
             self._consumer.on_clean_step(pending.step)
 

@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from nanscan._collect.names import Registry
 from nanscan._collect.optimizers import parameters_of
+from nanscan._data.places import ParameterPlace
 
 _Kind = TypeVar("_Kind")
 
@@ -61,9 +62,16 @@ class Roots:
         registry = self._registry
         if registry.only or not registry.may_rename():
             return
-        if self._is_scattered(parameters):
+
+        def places() -> list[ParameterPlace | None]:
+            return [registry.parameter(parameter, "") for parameter in parameters]
+
+        def is_scattered() -> bool:  # some are not those of the first model
+            return any(place is None or registry.has_prefix(place) for place in places())
+
+        if is_scattered():
             registry.merge()
-        if self._is_scattered(parameters):
+        if is_scattered():
             if modules is None:
                 self._searches += 1
                 if self._searches & (self._searches - 1):  # some code makes optimizers all the time
@@ -71,13 +79,8 @@ class Roots:
                 modules = _alive((nn.Module,))
             while (model := _model_of(parameters, modules, registry)) is not None:
                 registry.add_root(model)
-        if self._is_scattered(parameters):
+        if any(place is not None and registry.has_prefix(place) for place in places()):
             registry.add_prefixes()
-
-    def _is_scattered(self, parameters: list[torch.Tensor]) -> bool:
-        """Whether some of these parameters are not those of the first model."""
-        places = [self._registry.parameter(parameter, "") for parameter in parameters]
-        return any(place is None or self._registry.has_prefix(place) for place in places)
 
 
 def _alive(kinds: tuple[type[_Kind], ...]) -> list[_Kind]:

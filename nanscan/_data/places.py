@@ -89,8 +89,7 @@ class ModulePlace(Place):
         self.buffers: dict[str, SinglePlace] = {}
 
     def own(self) -> Iterator[Place]:
-        """Itself, its own parameters and its own buffers."""
-        yield self
+        """Its own parameters and buffers."""
         yield from (place for place in self.parameters.values() if place.parent is self)
         yield from self.buffers.values()
 
