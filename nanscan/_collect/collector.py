@@ -24,12 +24,11 @@ from nanscan._collect.optimizers import (
     Optimizers,
     Plan,
     outcome_of,
-    parameters_of,
 )
 from nanscan._collect.parameter_changes import ParameterChanges
 from nanscan._collect.parameters import ParameterScans
 from nanscan._collect.records import Consumer, RecordQueue
-from nanscan._collect.roots import Roots
+from nanscan._collect.roots import parameters_of
 from nanscan._collect.scanner import Scanner
 from nanscan._collect.schedule import Schedule, Turn
 from nanscan._collect.skip_step import Gradients, SkipStep, is_stand_in
@@ -96,7 +95,6 @@ class Collector(Listener):
         self.optimizers = Optimizers(registry, table, self._order)
         self._parameters = ParameterScans(registry, self._scanner, self.optimizers, kinds)
         self._changes = ParameterChanges(registry, table)
-        self._roots = Roots(registry)
         self._meter = CostMeter(
             self.calls.core,
             table.core,
@@ -205,7 +203,7 @@ class Collector(Listener):
         """Whether an optimizer holds a watched parameter: is a forward a whole step? Looks once."""
         if self.tracker.waits_for_optimizer is None:
             self._registry.rescan()  # it may hold adapters that were added since
-            self.tracker.waits_for_optimizer = self._roots.look_around()
+            self.tracker.waits_for_optimizer = self.optimizers.is_any_watched()
         return self.tracker.waits_for_optimizer
 
     def scan_single(self, x: Any, name: str, kind: Kind) -> None:
@@ -288,8 +286,7 @@ class Collector(Listener):
         self._stepping.stepped = True
         if is_tracing():
             return None
-        self._roots.look_at(optimizer)
-        plan = self.optimizers.plan(optimizer)
+        plan = self.optimizers.plan_of_step(optimizer)
         if plan is None or not self.calls.is_attached:
             return None
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan

@@ -8,7 +8,6 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from nanscan._collect.backward_order import BackwardOrder
 from nanscan._collect.names import Registry
+from nanscan._collect.roots import Roots, parameters_of
 from nanscan._collect.snapshot import OptimizerFacts, Outcome
 from nanscan._collect.table import Table
 from nanscan._data.dtypes import rounds_to_zero
@@ -65,7 +65,17 @@ class Optimizers:
         self._registry = registry
         self._table = table
         self._order = order
+        self._roots = Roots(registry)
+        self.is_any_watched = self._roots.look_around
         self._plans: dict[int, Plan] = {}  # by id(optimizer)
+
+    def plan_of_step(self, optimizer: Optimizer) -> Plan | None:
+        """The same for an optimizer that is about to step: it may tell which modules are a model.
+
+        Those may get other names, so this is not for a step that is being judged.
+        """
+        self._roots.look_at(optimizer)
+        return self.plan(optimizer)
 
     def plan(self, optimizer: Optimizer) -> Plan | None:
         """Places of an optimizer's parameters; None if none of them is watched."""
@@ -202,11 +212,6 @@ class Optimizers:
         for position, (group, parameter) in enumerate(pairs):
             if position in places:
                 yield places[position], group, parameter
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, in the order of its groups."""
-    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
 def moments(optimizer: Optimizer, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from nanscan._collect.names import Registry
-from nanscan._collect.optimizers import parameters_of
 from nanscan._data.places import ParameterPlace
 
 _Kind = TypeVar("_Kind")
@@ -81,6 +81,11 @@ class Roots:
                 registry.add_root(model)
         if any(place is not None and registry.has_prefix(place) for place in places()):
             registry.add_prefixes()
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
 def _alive(kinds: tuple[type[_Kind], ...]) -> list[_Kind]:
