@@ -542,8 +542,10 @@ void define_calls(py::module_& m) {
              calls.add(reinterpret_cast<const void*>(module), place.ptr(), outermost, watched,
                        always);
            })
-      .def("ignore", [](Calls& calls,
-                        uintptr_t module) { calls.ignore(reinterpret_cast<const void*>(module)); })
+      .def("ignore",
+           [](Calls& calls, uintptr_t module, bool outside) {
+             calls.ignore(reinterpret_cast<const void*>(module), outside);
+           })
       .def("remove", [](Calls& calls,
                         uintptr_t module) { calls.remove(reinterpret_cast<const void*>(module)); })
       .def("set_turn", &Calls::set_turn)

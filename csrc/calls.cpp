@@ -49,9 +49,9 @@ void Calls::add(const void* module, PyObject* place, bool outermost, bool watche
       new Module{module, Py_NewRef(place), outermost, watched, always, next_number_++};
 }
 
-void Calls::ignore(const void* module) {
+void Calls::ignore(const void* module, bool outside) {
   remove(module);
-  modules_[module] = new Module{module, nullptr, false, false, false, 0};
+  modules_[module] = new Module{module, nullptr, false, false, false, 0, outside};
 }
 
 void Calls::remove(const void* module) {
@@ -87,11 +87,11 @@ PyObject* Calls::running() {
 }
 
 // Of one model, only modules that are watched are followed, and the model itself. An unknown module
-// may be a new part of it if it is called inside of it, or if code calls its parts only.
+// may be a new part of it.
 bool Calls::wants(PyObject* module) const {
   if (!attached_) return false;
   const Module* entry = find(module);
-  if (!entry) return options_.everything || !root_called_ || !stack().empty();
+  if (is_unsure(entry)) return true;
   return entry->place && (options_.everything || entry->watched || entry->outermost);
 }
 
@@ -99,18 +99,17 @@ bool Calls::wants(PyObject* module) const {
 // caller releases it.
 bool Calls::find_or_ask(PyObject* module, Module*& entry) {
   entry = find(module);
-  if (!entry) {
+  if (is_unsure(entry)) {
     if (!succeeded(call(python_hooks_, names_.discover, module))) return false;
     entry = find(module);
-    if (!entry || !entry->place) {
-      entry = nullptr;
-      return true;
-    }
+  }
+  if (!entry || !entry->place) {
+    entry = nullptr;
+    return true;
   }
   acquire(entry);
   if (entry->called) return true;
   entry->called = true;
-  root_called_ |= entry->outermost;
   if (succeeded(call(python_hooks_, names_.on_first_call, entry->place))) return true;
   release(entry);
   return false;

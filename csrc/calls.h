@@ -54,7 +54,9 @@ class Calls : public CallObserver {
   // outermost: no known module contains it. watched: it is scanned at all. always: its output is
   // scanned in every step that scans anything.
   void add(const void* module, PyObject* place, bool outermost, bool watched, bool always);
-  void ignore(const void* module);  // known, and not to be followed
+  // Known, and not to be followed. outside: no module that is followed called it; it is looked at
+  // once more if one does, as it may be a part of that by then.
+  void ignore(const void* module, bool outside);
   void remove(const void* module);
 
   // The place of the innermost module that runs in this thread; null if none. Borrowed.
@@ -95,6 +97,7 @@ class Calls : public CallObserver {
     PyObject* place;  // null: it is ignored
     bool outermost, watched, always;
     unsigned number;     // modules are numbered as they are added
+    bool outside = false;
     int references = 1;  // from the map and from the stacks
     bool called = false;
     int output_row = -1;
@@ -124,6 +127,10 @@ class Calls : public CallObserver {
   }
   static void release(Module* module);
   Module* find(PyObject* module) const;
+  // Whether Python has to say if a module is to be followed.
+  bool is_unsure(const Module* entry) const {
+    return !entry || (entry->outside && !stack().empty());
+  }
   PyObject* tell(PyObject* method, PyObject* about, const Arguments& arguments);
   bool tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running);
   bool find_or_ask(PyObject* module, Module*& entry);
@@ -162,7 +169,6 @@ class Calls : public CallObserver {
 
   unsigned period_ = 1, step_ = 0, next_number_ = 0;
   bool attached_ = false;
-  bool root_called_ = false;  // some outermost module has run
   Stopwatch stopwatch_;
   const std::shared_ptr<Gradients> gradients_;
   const uint64_t serial_;  // identifies this object; an address may be used again

@@ -216,7 +216,7 @@ class Calls(CallObserver):
     def add(
         self, module: int, place: object, outermost: bool, watched: bool, always: bool
     ) -> None: ...  # by id
-    def ignore(self, module: int) -> None: ...  # by id
+    def ignore(self, module: int, outside: bool) -> None: ...  # by id
     def remove(self, module: int) -> None: ...
     # period 0: calls are followed, and nothing is scanned; 1: all watched modules are; more: the
     # `always` modules in each step, and each other module in one of `period` steps.

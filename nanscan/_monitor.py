@@ -124,6 +124,8 @@ class Monitor:
 
         Args:
             site: a Site, such as a finding's, or the text that reports print: "encoder.0 output".
+                Where weights are tied, each of their names will do; and so does a name that a
+                report had before the whole model was known.
 
         Returns:
             Arrays of one length, oldest step first: step, calls, nan, posinf, neginf, min, max,
@@ -133,7 +135,10 @@ class Monitor:
             KeyError: nothing was scanned at this site; the message suggests similar names.
         """
         name = str(site)
-        names = {str(node.site): node.row for node in reversed(self._table.nodes)}
+        nodes = [*reversed(self._table.nodes)]
+        # The names of today win, then those of before, and other names of tied weights.
+        names = {str(site): node.row for node in nodes for site in node.other_sites}
+        names |= {str(node.site): node.row for node in nodes}
         if name not in names:
             nearest = difflib.get_close_matches(name, names, _NEAREST, cutoff=0.4)
             hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nanscan._collect.names import Wants
+from nanscan._collect.tensors import Wants
 from nanscan._data.site import DEFAULT_KINDS, KINDS, Kind, Site
 from nanscan._output.sinks import Action, sinks_of
 
@@ -104,10 +104,10 @@ def wants(include: Filter | None, exclude: Filter) -> Wants:
     """
     included = None if include is None else _matcher(include)
     excluded = _matcher(exclude)
-    return lambda name, module: (
+    return lambda names, module: (
         # A parameter goes with its module unless its own name is left out.
-        (included is None or module is None or included(name, module))
-        and not excluded(name, module)
+        (included is None or module is None or any(included(name, module) for name in names))
+        and not any(excluded(name, module) for name in names)
     )
 
 

@@ -25,11 +25,11 @@ from nanscan._collect.optimizers import (
     Plan,
     Stepping,
     outcome_of,
-    parameters_of,
 )
 from nanscan._collect.parameter_changes import ParameterChanges
 from nanscan._collect.parameters import ParameterScans
 from nanscan._collect.records import Consumer, RecordQueue
+from nanscan._collect.roots import parameters_of
 from nanscan._collect.scanner import Scanner
 from nanscan._collect.schedule import Schedule, Turn
 from nanscan._collect.skip_step import Gradients, SkipStep, is_stand_in
@@ -261,7 +261,7 @@ class Collector(Listener):
         self._stepping.stepped = True
         if is_tracing():
             return None
-        plan = self.optimizers.plan(optimizer)
+        plan = self.optimizers.plan_of_step(optimizer)
         if plan is None or not self.calls.is_attached:
             return None
         self._stepping.optimizer, self._stepping.plan = id(optimizer), plan
@@ -306,8 +306,8 @@ class Collector(Listener):
         if fine and not self._table.on_device:
             return [], True
         parameters = parameters_of(optimizer)
-        pairs = [(parameters[i].grad, place.grad.site) for i, place in plan.backward]
-        return [(grad, site) for grad, site in pairs if grad is not None], fine
+        pairs = [(parameters[i].grad, place.grad.sites) for i, place in plan.backward]
+        return [(grad, sites) for grad, sites in pairs if grad is not None], fine
 
     def on_after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Scans parameters, and moments when asked for, and ends the step."""

@@ -5,22 +5,40 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from nanscan._collect.renaming import nested_in, rename
+from nanscan._collect.tensors import KnownTensors, Wants
 from nanscan._data.frames import is_compiler_calling, modules_calling
 from nanscan._data.places import ModulePlace, ParameterPlace, SinglePlace
-from nanscan._data.site import Kind
 
-# By qualified name and, for a module, the module itself.
-Wants = Callable[[str, nn.Module | None], bool]
 # id, place, outermost, watched, sentinel; as nanscan._C.Calls.add takes them.
 OnAdd = Callable[[int, "ModulePlace", bool, bool, bool], None]
+OnIgnore = Callable[[int, bool], None]  # id; whether it was called outside of the model
 
 
-class Registry:
+@dataclass
+class _Root:
+    """An outermost module.
+
+    Attributes:
+        module: the latest one of that label.
+        prefix: what the names of all inside begin with: "" where they are the model's own.
+    """
+
+    module: weakref.ref[nn.Module]
+    prefix: str
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile returned it."""
+    return isinstance(module, torch._dynamo.OptimizedModule)  # noqa: SLF001 - no public spelling
+
+
+class Registry(KnownTensors):
     """Modules and parameters by identity, without keeping any of them alive.
 
     Args:
@@ -29,33 +47,26 @@ class Registry:
     """
 
     def __init__(self, model: nn.Module | None, wants: Wants) -> None:
-        self.only = model is not None
-        self._wants = wants
+        super().__init__(wants, only=model is not None)
         self._lock = threading.RLock()
         self.places: dict[int, ModulePlace] = {}  # by id(module)
-        # By id(parameter): the module that has it, under which name, and its place. No weak
-        # reference to the parameter: torch.utils.swap_tensors, and so Module.to, would refuse it.
-        self._parameters: dict[int, tuple[weakref.ref[nn.Module], str, ParameterPlace]] = {}
         self._by_name: dict[str, ModulePlace] = {}
-        self._loose: dict[str, ParameterPlace] = {}  # parameters of no known module, by name
-        self._single: dict[tuple[str, Kind], SinglePlace] = {}  # the loss, and probes
-        # Buffers: the module that has it, under which name, and its place.
-        self._buffers: list[tuple[weakref.ref[nn.Module], str, SinglePlace]] = []
-        self._roots: dict[str, weakref.ref[nn.Module]] = {}
+        self._roots: dict[str, _Root] = {}  # by label: its class, with a number for later ones
         self._lifetimes: dict[int, weakref.ref[nn.Module]] = {}
+        self._latest: dict[ModulePlace, weakref.ref[nn.Module]] = {}  # the module of a place
         self._ignored: set[int] = set()  # ids of modules that are not the user's, or the model's
         # Callers with classes of modules that were looked for in the model, and are not in it.
         self._foreign: set[tuple[ModulePlace | None, type[nn.Module]]] = set()
-        self.changes = 0  # how often a module or parameter was added
+        self.is_first_step: Callable[[], bool] = lambda: True
+        # Whether places may get other names now: not while a report of this step has the old ones.
+        self.may_rename: Callable[[], bool] = lambda: True
         self._on_add: OnAdd | None = None
-        self._on_ignore: Callable[[int], None] | None = None
+        self._on_ignore: OnIgnore | None = None
         self._on_forget: Callable[[int], None] | None = None
         if model is not None:
             self._add_root(model)
 
-    def listen(
-        self, on_add: OnAdd, on_ignore: Callable[[int], None], on_forget: Callable[[int], None]
-    ) -> None:
+    def listen(self, on_add: OnAdd, on_ignore: OnIgnore, on_forget: Callable[[int], None]) -> None:
         """Tells of each module, now and later, of those to be ignored, and of its end."""
         self._on_add, self._on_ignore, self._on_forget = on_add, on_ignore, on_forget
         for key, place in self.places.items():
@@ -83,67 +94,10 @@ class Registry:
         yield from self._loose.values()
         yield from self._single.values()
 
-    def single(self, name: str, kind: Kind) -> SinglePlace:
-        """The loss, or a probe of that name."""
-        return self._single.setdefault((name, kind), SinglePlace(name, None, kind))
-
-    def buffers(self) -> Iterator[tuple[torch.Tensor, SinglePlace]]:
-        """Every buffer that a known module has now."""
-        for reference, key, place in self._buffers:
-            buffer = getattr(reference(), key, None)
-            if place.watched and isinstance(buffer, torch.Tensor):
-                yield buffer, place
-
-    def buffer_owners(self) -> list[tuple[weakref.ref[nn.Module], str, SinglePlace]]:
-        """Of each watched buffer the module that has it, under which name, and its place."""
-        return [entry for entry in self._buffers if entry[2].watched]
-
-    def attribute(self, owner: ModulePlace, path: str) -> SinglePlace:
-        """A tensor that a module holds as a plain attribute, such as `cache[1]`."""
-        place = owner.attributes.get(path)
-        if place is None:
-            is_first = owner.name == next(iter(self._roots), "")
-            place = SinglePlace(path if is_first else f"{owner.name}.{path}", owner, Kind.BUFFER)
-            place.watched = owner.watched and self._wants(place.name, None)
-            place.is_saved = False
-            owner.attributes[path] = place
-        return place
-
-    def parameter(self, parameter: torch.Tensor, loose_name: str) -> ParameterPlace | None:
-        """A parameter's place; None where its model is not watched.
-
-        Args:
-            parameter: the parameter.
-            loose_name: what to call it when no known module has it; "": it has no place then.
-        """
-        known = self._known(id(parameter))
-        if known is not None:
-            return known
-        if self.only or not loose_name:
-            return None
-        return self._loose.setdefault(loose_name, ParameterPlace(loose_name, None))
-
-    def _known(self, parameter: int) -> ParameterPlace | None:
-        """The place by id; None once its module no longer has the parameter of that id."""
-        if parameter not in self._parameters:
-            return None
-        reference, key, place = self._parameters[parameter]
-        module = reference()
-        if module is None or id(getattr(module, key, None)) != parameter:
-            return None
-        return place
-
-    def live_parameters(self) -> Iterator[tuple[torch.Tensor, ParameterPlace]]:
-        """Every watched parameter that a known module has now, once each."""
-        for reference, key, place in list(self._parameters.values()):
-            parameter = getattr(reference(), key, None)
-            if place.watched and isinstance(parameter, torch.Tensor):
-                yield parameter, place
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether backward has gradients to make."""
-        return any(parameter.requires_grad for parameter, _ in self.live_parameters())
+    def prefix(self, place: ModulePlace) -> str:
+        """What names of what a module has begin with."""
+        root = self._roots.get(place.name)
+        return f"{place.name}." if root is None else root.prefix
 
     def discover(self, module: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
         """Names a module that was called and is not known; None where it is not to be watched.
@@ -152,7 +106,7 @@ class Registry:
             module: the module.
             caller: the innermost module that is running, if any.
         """
-        if id(module) in self._ignored:
+        if not self.only and id(module) in self._ignored:
             return None
         with self._lock:  # threads may meet one module at once
             if id(module) in self.places:
@@ -160,14 +114,25 @@ class Registry:
             if self.only:
                 return self._find_new(module, caller)
             if isinstance(module, torch.fx.GraphModule) and is_compiler_calling():
-                self._ignore(module)
+                self._ignore(module, outside=False)
                 return None
             return self._add_called(module) if caller is None else self._add_inside(module, caller)
+
+    def _is_part(self, module: nn.Module, caller: ModulePlace | None) -> bool:
+        """Whether a module lies in the one that calls it; in any outermost one if none does."""
+        around = [self._latest.get(caller)] if caller else [r.module for r in self._roots.values()]
+        stack = [m for reference in around if reference and (m := reference()) is not None]
+        while stack:
+            parts = stack.pop()._modules.values()  # noqa: SLF001 - modules() takes 8 times as long
+            if module in parts:
+                return True
+            stack += [part for part in parts if part is not None]
+        return False
 
     def _add_inside(self, module: nn.Module, caller: ModulePlace) -> ModulePlace:
         # Modules made anew in each forward: all of one class in one parent share a place.
         made_inside = f"{caller.name}.<{type(module).__name__}>"
-        if made_inside not in self._by_name:
+        if made_inside not in self._by_name or self._is_part(module, caller):
             self.rescan()
             if id(module) in self.places:
                 return self.places[id(module)]
@@ -176,13 +141,15 @@ class Registry:
     def _find_new(self, module: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
         """The place of a module that was put into the model since; None for any other module."""
         kind = caller, type(module)
-        if kind not in self._foreign:
+        if kind not in self._foreign or self._is_part(module, caller):
             self.rescan()
             if id(module) in self.places:
                 return self.places[id(module)]
             # Code that makes such modules anew in each forward is not to cost a look each time.
             self._foreign.add(kind)
-        self._ignore(module)
+        for part in module.modules() if caller is None else (module,):
+            if id(part) not in self.places:
+                self._ignore(part, outside=caller is None)
         return None
 
     def _add_called(self, module: nn.Module) -> ModulePlace | None:
@@ -191,7 +158,7 @@ class Registry:
         for caller in modules_calling():
             if id(caller) not in self._ignored and any(m is module for m in caller.modules()):
                 outermost = caller
-        if id(outermost) in self.places:  # it has got a new module inside
+        if id(outermost) in self.places or self._is_part(module, None):  # it has got new modules
             self.rescan()
         else:
             self._add_root(outermost)
@@ -200,41 +167,151 @@ class Registry:
     def rescan(self) -> None:
         """Looks for what was added to known outermost modules, or taken away, since."""
         with self._lock:
-            for parameter in [p for p in self._parameters if self._known(p) is None]:
-                del self._parameters[parameter]
-            for label, reference in list(self._roots.items()):
-                module = reference()
-                if module is not None:
-                    self._add_tree(module, label)
+            self.forget_moved()
+            self._add_new_parts(is_early=self.is_first_step())
+
+    def _add_new_parts(self, *, is_early: bool) -> None:
+        for label, root in list(self._roots.items()):
+            module = root.module()
+            if module is not None and label in self._roots:
+                self._take_in(label, module, is_early=is_early)
+                self._add_tree(module, label, root.prefix)
+
+    # -- outermost modules, and names ------------------------------------------------------------
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """Outermost modules that are alive."""
+        return [m for root in self._roots.values() if (m := root.module()) is not None]
+
+    def has_prefix(self, place: ParameterPlace) -> bool:
+        """Whether the names of its model begin with the class."""
+        *_, outermost = place.parents()
+        return outermost.name not in self._roots or bool(self._roots[outermost.name].prefix)
+
+    def add_root(self, module: nn.Module) -> None:
+        """Adds an outermost module that was not called. Known ones inside become its parts."""
+        with self._lock:
+            self._add_root(module)
+            self.merge()
+
+    def merge(self) -> None:
+        """Every outermost module that lies in another one becomes a part of it."""
+        with self._lock:
+            self._add_new_parts(is_early=True)
+
+    def add_prefixes(self) -> None:
+        """From now on the names of every model begin with its class."""
+        with self._lock:
+            for label, root in self._roots.items():
+                if not root.prefix:
+                    root.prefix = f"{label}."
+                    self._rename(self._by_name[label], "", label, root.prefix)
 
     def _add_root(self, module: nn.Module) -> ModulePlace:
         """Names a module that no known one contains, and all it contains."""
         type_name = type(module).__name__
         label, number = type_name, 1
-        while (root := self._roots.get(label)) is not None and root() not in (None, module):
+        while (old := self._roots.get(label)) is not None and old.module() not in (None, module):
             number += 1
             label = f"{type_name}#{number}"
-        self._roots[label] = weakref.ref(module)
-        return self._add_tree(module, label)
+        if old is not None:
+            old.module = weakref.ref(module)
+            return self._add_tree(module, label, old.prefix)
+        # Names of one model are those of named_modules(); all others begin with their class. A
+        # module without parts would leave no more than "weight": that is a name in a known model.
+        is_bare = self.only or (
+            any(True for _ in module.children()) and all(r.prefix for r in self._roots.values())
+        )
+        self._roots[label] = _Root(weakref.ref(module), "" if is_bare else f"{label}.")
+        self._take_in(label, module, is_early=self.is_first_step())
+        return self._add_tree(module, label, self._roots[label].prefix)
 
-    def _add_tree(self, root: nn.Module, label: str) -> ModulePlace:
-        # The first model's names are those of named_modules(); later ones carry their label.
-        prefix = "" if next(iter(self._roots)) == label else f"{label}."
-        for name, module in root.named_modules():
-            if id(module) not in self.places:
-                parent = None
-                if name:
-                    parent = self.places[id(root.get_submodule(name.rpartition(".")[0]))]
+    def _take_in(self, label: str, module: nn.Module, *, is_early: bool) -> None:
+        """Outermost modules that lie in another one become its parts.
+
+        Args:
+            label: of the other one.
+            module: the other one.
+            is_early: take in a single one, too. Later it keeps its name, as what is wrapped does.
+        """
+        if len(self._roots) == 1 or not self.may_rename():
+            return
+        nested = nested_in(module, {other: r.module() for other, r in self._roots.items()})
+        own = [*module.parameters(recurse=False), *module.children()]
+        if len(nested) < (1 if is_early and len(own) > 1 else 2):
+            return
+        root = self._roots[label]
+        if root.prefix and not all(self._roots[other].prefix for other in nested):
+            if label in self._by_name:
+                self._rename(self._by_name[label], root.prefix, label, "")
+            root.prefix = ""
+        for other, path in nested.items():
+            before, name = self._roots.pop(other).prefix, root.prefix + path
+            self._rename(self._by_name[other], before, name, f"{name}.")
+
+    def _rename(self, top: ModulePlace, before: str, name: str, after: str) -> None:
+        for place in rename(self._by_name, top, before, name, after):
+            self._set_watched(place)
+
+    def _move_into(self, module: nn.Module, place: ModulePlace) -> ModulePlace | None:
+        """Renames the module that had a name if the one that has it now contains it.
+
+        As `model.fc = Adapter(model.fc)` does. What torch.compile returns stands for the module.
+
+        Returns:
+            Its place; None if it keeps its name.
+        """
+        reference = self._latest.get(place)
+        old = reference and reference()
+        if old is None or old is module or not self.may_rename() or _is_compiled(module):
+            return None
+        path = next((path for path, part in module.named_modules() if part is old), "")
+        if not path or place.parent is None:
+            return None
+        name = f"{place.name}.{path}"
+        self._rename(place, f"{place.name}.", name, f"{name}.")
+        return place
+
+    def _set_watched(self, place: ModulePlace) -> None:
+        """Asks the filters again: under each of its names a module may be left out."""
+        reference = self._latest.get(place)
+        module = None if reference is None else reference()
+        if module is None:
+            return
+        place.watched = self._wants(place.names, module)
+        for own in place.own():
+            own.watched = place.watched and self._wants(own.names, None)
+        if self._on_add is not None:
+            self._on_add(id(module), place, *self._role(place))
+
+    def _add_tree(self, top: nn.Module, label: str, prefix: str) -> ModulePlace:
+        """Names an outermost module and all it contains, as far as they have no name yet."""
+        for name, module in top.named_modules():
+            parent = None
+            if name:
+                parent = self.places[id(top.get_submodule(name.rpartition(".")[0]))]
+            place = self.places.get(id(module))
+            if place is None:
                 self._add(module, prefix + name if name else label, parent)
-            self._add_parameters(module, prefix + name if name else prefix.removesuffix("."))
-        return self.places[id(root)]
+            elif place.parent is None and parent is not None and place.name not in self._roots:
+                place.parent = parent
+                for part in module.modules():  # which are no longer next to an outermost one
+                    if id(part) in self.places:
+                        self._set_watched(self.places[id(part)])
+            stem = prefix + name if name else prefix.removesuffix(".")
+            self.add_tensors(module, self._lifetimes[id(module)], self.places[id(module)], stem)
+        return self.places[id(top)]
 
     def _add(self, module: nn.Module, name: str, parent: ModulePlace | None) -> ModulePlace:
         place = self._by_name.get(name)
-        if place is None:
+        wrapped = None if place is None else self._move_into(module, place)
+        if place is None or wrapped is not None:
             place = ModulePlace(name, parent)
-            place.watched = self._wants(name, module)
+            place.watched = self._wants(place.names, module)
             self._by_name[name] = place
+        if wrapped is not None:
+            wrapped.parent = place
         key = id(module)
         self.changes += 1
         self._ignored.discard(key)
@@ -242,40 +319,20 @@ class Registry:
         if self._on_add is not None:
             self._on_add(key, place, *self._role(place))
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
+        self._latest[place] = self._lifetimes[key]
         return place
 
-    def _add_parameters(self, module: nn.Module, name: str) -> None:
-        owner, reference = self.places[id(module)], self._lifetimes[id(module)]
-        for key, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{key}".removeprefix(".")
-            place = owner.parameters.get(key)
-            if place is None:
-                place = owner.parameters[key] = ParameterPlace(full, owner)
-                place.watched = owner.watched and self._wants(full, None)
-            known = self._known(id(parameter))
-            if known is None:  # a tied weight goes by its first name
-                self._parameters[id(parameter)] = reference, key, place
-                self.changes += 1
-            elif known is not place:
-                owner.parameters[key] = known  # so that this module, too, knows its rows
-                if full not in known.aliases:
-                    known.aliases.append(full)
-        scripted = isinstance(module, torch.jit.ScriptModule)  # which has no such dict
-        for key in dict(module.named_buffers(recurse=False)) if scripted else module._buffers:  # noqa: SLF001
-            if key not in owner.buffers:
-                full = f"{name}.{key}".removeprefix(".")
-                buffer = owner.buffers[key] = SinglePlace(full, owner, Kind.BUFFER)
-                buffer.watched = owner.watched and self._wants(full, None)
-                buffer.is_statistic = key.startswith("running_") and isinstance(module, _NormBase)
-                buffer.is_saved = key not in getattr(module, "_non_persistent_buffers_set", ())
-                self._buffers.append((reference, key, buffer))
+    def _ignore(self, module: nn.Module, *, outside: bool) -> None:
+        """A graph that a compiler made and runs, or what is no part of the watched model.
 
-    def _ignore(self, module: nn.Module) -> None:
-        """A graph that a compiler made and runs, or what is no part of the watched model."""
+        Args:
+            module: the module.
+            outside: no watched module called it. Where one does, it is looked at once more.
+        """
         key = id(module)
         self._ignored.add(key)
         if self._on_ignore is not None:
-            self._on_ignore(key)
+            self._on_ignore(key, outside)
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:

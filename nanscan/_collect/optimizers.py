@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import itertools
 import math
 import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from nanscan._collect.backward_order import BackwardOrder
 from nanscan._collect.names import Registry
+from nanscan._collect.roots import Roots, alive, parameters_of
 from nanscan._collect.snapshot import OptimizerFacts, Outcome
 from nanscan._collect.table import Table
 from nanscan._data.dtypes import rounds_to_zero
@@ -87,9 +86,19 @@ class Optimizers:
         self._registry = registry
         self._table = table
         self._order = order
+        self._roots = Roots(registry)
+        self.is_any_watched = self._roots.look_around
         self._plans: dict[int, Plan] = {}  # by id(optimizer)
         self._alive = weakref.WeakSet[Optimizer]()  # when one that was not among them had stepped
         self._late = set[int]()  # numbers of those made after others had stepped; not stepped yet
+
+    def plan_of_step(self, optimizer: Optimizer) -> Plan | None:
+        """The same for an optimizer that is about to step: it may tell which modules are a model.
+
+        Those may get other names, so this is not for a step that is being judged.
+        """
+        self._roots.look_at(optimizer)
+        return self.plan(optimizer)
 
     def plan(self, optimizer: Optimizer) -> Plan | None:
         """Places of an optimizer's parameters; None if none of them is watched."""
@@ -142,7 +151,7 @@ class Optimizers:
         if optimizer not in self._alive:
             if taken:
                 self._late.add(number)
-            self._alive = weakref.WeakSet(_all_optimizers())
+            self._alive = weakref.WeakSet(alive((Optimizer,)))
         return number
 
     def may_join(self, plan: Plan) -> bool:
@@ -253,11 +262,6 @@ class Optimizers:
                 yield places[position], group, parameter
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, in the order of its groups."""
-    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
-
-
 def moments(optimizer: Optimizer, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """An optimizer's moments of a parameter, by name; the step counter is none."""
     state = optimizer.state.get(parameter, {})
@@ -276,20 +280,6 @@ def outcome_of(optimizer: Optimizer, scaler: GradScaler | None) -> Outcome:
     # The scaler changes its scale in place.
     kept = scale.clone() if isinstance(scale, torch.Tensor) else math.nan
     return Outcome(id(optimizer), skipped.clone(), kept)
-
-
-def _all_optimizers() -> Iterator[Optimizer]:
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
-
-
-def is_any_optimizer_for(registry: Registry) -> bool:
-    """Whether an optimizer of the process holds a watched parameter. Looks at all objects."""
-    return any(
-        registry.parameter(parameter, "") is not None
-        for optimizer in _all_optimizers()
-        for group in getattr(optimizer, "param_groups", ())  # it may be in the making elsewhere
-        for parameter in group["params"]
-    )
 
 
 def _facts(

@@ -7,7 +7,8 @@ from torch.optim.optimizer import Optimizer
 
 from nanscan import _C
 from nanscan._collect.names import Registry
-from nanscan._collect.optimizers import Optimizers, Plan, moments, parameters_of
+from nanscan._collect.optimizers import Optimizers, Plan, moments
+from nanscan._collect.roots import parameters_of
 from nanscan._collect.scanner import Scanner
 from nanscan._collect.snapshot import Sweep
 from nanscan._data.places import ModulePlace, Node, ParameterPlace, SinglePlace

@@ -102,7 +102,11 @@ class RecordQueue:
     ) -> None:
         self.lock = threading.RLock()
         self.is_ahead = self.has_ahead = False
+        self._is_judging = False
+        self._told = -1  # the last step of which a record had something notable
         self._registry = registry
+        registry.may_rename = self.may_rename
+        registry.is_first_step = lambda: tracker.step == 0
         self._table = table
         self._optimizers = optimizers
         self._tracker = tracker
@@ -113,6 +117,10 @@ class RecordQueue:
         self._bad_rows: set[int] = set()  # on the host, in the last snapshot
         # By id(optimizer): steps in a row that were skipped, and the scale in the first of them.
         self._skips: dict[int, tuple[int, float]] = {}
+
+    def may_rename(self) -> bool:
+        """Whether places may get other names: no report that has the old ones can go on."""
+        return not self._is_judging and self._told != self._tracker.step
 
     def clear(self) -> None:
         """Forgets what is on its way."""
@@ -258,7 +266,12 @@ class RecordQueue:
         self.has_ahead = self.is_ahead and (self.has_ahead or bool(rows.notable))
         is_notable = bool(rows.notable) and not (pending.is_whole and self._consumer.knows(rows))
         if is_notable or skips or self._consumer.has_news:
-            self._consumer.on_record(self._record(pending, rows, skips))
+            self._told = pending.step
+            self._is_judging = True
+            try:
+                self._consumer.on_record(self._record(pending, rows, skips))
+            finally:
+                self._is_judging = False
         elif pending.is_whole:  # nearly every step; a record would cost more than the rest
             self._consumer.on_clean_step(pending.step)
 

@@ -22,7 +22,7 @@ from nanscan._scan.unwrap import plain_parts
 _logger = logging.getLogger("nanscan")
 
 
-Gradients = list[tuple[torch.Tensor, Site]]
+Gradients = list[tuple[torch.Tensor, tuple[Site, ...]]]  # under all their names
 Look = Callable[[], tuple[Gradients, bool]]
 Decision = bool | torch.Tensor  # whether to skip; a tensor: only the device knows
 
@@ -95,9 +95,9 @@ class SkipStep:
     def _decide(self, optimizer: Optimizer, gradients: Gradients, host_is_fine: bool) -> Decision:
         suspects = [
             part
-            for gradient, site in gradients
+            for gradient, sites in gradients
             if not (host_is_fine and _is_on_host(gradient))
-            and not self._ignores(site, gradient.dtype)
+            and not any(self._ignores(site, gradient.dtype) for site in sites)
             for part in _parts(gradient)
         ]
         host = [part for part in suspects if _is_on_host(part)]

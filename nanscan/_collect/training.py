@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanscan._collect.names import Registry
-from nanscan._collect.optimizers import Optimizers, Plan, is_any_optimizer_for
+from nanscan._collect.optimizers import Optimizers, Plan
 from nanscan._collect.records import Consumer, RecordQueue
 from nanscan._collect.steps import StepTracker
 
@@ -69,7 +69,7 @@ class Training:
         """Whether an optimizer holds a watched parameter. Looks once."""
         if self._tracker.waits_for_optimizer is None:
             self._registry.rescan()  # it may hold adapters that were added since
-            self._tracker.waits_for_optimizer = is_any_optimizer_for(self._registry)
+            self._tracker.waits_for_optimizer = self._optimizers.is_any_watched()
             if self._tracker.waits_for_optimizer:
                 self.begin()
         return self._tracker.waits_for_optimizer

@@ -21,14 +21,27 @@ class Place:
         name: qualified name.
         parent: the module around it; None for an outermost one.
         watched: no filter leaves it out.
+        former: names that it had before, and that nothing else has now.
     """
 
-    __slots__ = ("name", "parent", "watched")
+    __slots__ = ("former", "name", "parent", "watched")
 
     def __init__(self, name: str, parent: ModulePlace | None) -> None:
         self.name = name
         self.parent = parent
         self.watched = True
+        self.former: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it may have been printed under."""
+        return self.name, *self.former
+
+    def rename(self, name: str) -> None:
+        """Gives it another name; the old one stays known."""
+        if name != self.name:
+            self.former = (*self.former, self.name)
+            self.name = name
 
     def parents(self) -> Iterator[ModulePlace]:
         """The modules around it, innermost first."""
@@ -87,6 +100,26 @@ class ModulePlace(Place):
         while user is not None and user not in owners:
             user = None if user.called else user.parent
         return user
+
+    def own(self) -> Iterator[Place]:
+        """Its own parameters, buffers and tensors in attributes."""
+        yield from (place for place in self.parameters.values() if place.parent is self)
+        yield from self.buffers.values()
+        yield from self.attributes.values()
+
+    def rename_tree(self, name: str, before: str, after: str) -> None:
+        """Renames it, with what it has itself.
+
+        Args:
+            name: its own new name.
+            before: what the names of what it has begin with.
+            after: what they will begin with.
+        """
+        self.rename(name)
+        for key, parameter in self.parameters.items():
+            parameter.replace_name(before + key, after + key)
+        for key, single in (*self.buffers.items(), *self.attributes.items()):
+            single.rename(after + key)
 
     def nodes(self) -> Iterator[Node]:
         """Every position of it that was seen so far, its parameters' and buffers' aside."""
@@ -148,6 +181,12 @@ class ParameterPlace(Place):
         self.grad = Node(self, Kind.GRAD)
         self.state: dict[str, Node] = {}
 
+    def replace_name(self, old: str, new: str) -> None:
+        """Renames it where it goes by a name; else an alias of that name."""
+        if self.name == old:
+            self.rename(new)
+        self.aliases = [new if alias == old else alias for alias in self.aliases]
+
     def nodes(self) -> Iterator[Node]:
         """The parameter, its gradient and its moments."""
         yield from (self.param, self.grad, *self.state.values())
@@ -205,6 +244,17 @@ class Node:
     @property
     def site(self) -> Site:
         return Site(self.place.name, self.kind, self.path)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The same under all names that it may have been printed under."""
+        return tuple(Site(name, self.kind, self.path) for name in self.place.names)
+
+    @property
+    def other_sites(self) -> tuple[Site, ...]:
+        """The same under former names, and other names of a tied weight."""
+        tied = self.place.aliases if isinstance(self.place, ParameterPlace) else ()
+        return tuple(Site(name, self.kind, self.path) for name in (*tied, *self.place.former))
 
     def item(self, index: int) -> Node:
         """The child at a position of a tuple or list."""

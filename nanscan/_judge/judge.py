@@ -332,7 +332,7 @@ class Judge:
     def _ignored(self, row: int, record: StepRecord) -> bool:
         described = record.describe(row)
         dtype = getattr(torch, described[0]) if described else torch.float32
-        return self._ignores(record.nodes[row].site, dtype)
+        return any(self._ignores(site, dtype) for site in record.nodes[row].sites)
 
 
 @dataclass

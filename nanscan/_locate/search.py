@@ -68,7 +68,7 @@ class Locating(Listener):
         self.location: Location | None = None
         self.absorbed: Location | None = None
         self.scale_searches = 0
-        self._registry = registry or Registry(None, lambda _name, _module: True)
+        self._registry = registry or Registry(None, lambda _names, _module: True)
         self._on_located = on_located
         self._is_follow_up = is_follow_up  # of a finding, which what is finite does not explain
         self._trace = OpTrace(self._on_op)

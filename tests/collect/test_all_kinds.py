@@ -13,6 +13,7 @@ from helpers.models import (
     SCOPES,
     Mixed,
     Net,
+    alone,
     batch,
     calls,
     enable,
@@ -231,7 +232,7 @@ def test_a_mask_that_goes_nan_is_no_mask(scope):
     assert monitor.findings == []
     model.mask[2] = NAN
     train(model, optimizer, [batch()])
-    assert verdicts(monitor) == [(1, "mask buffer", "origin")]
+    assert verdicts(monitor) == [(1, f"{alone(scope, model, 'mask')} buffer", "origin")]
     assert monitor.findings[0].stats.nan_count == 1
     assert monitor.findings[0].stats.neginf_count == 3
 

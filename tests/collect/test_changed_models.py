@@ -115,6 +115,84 @@ def test_modules_that_are_no_part_of_the_model_stay_unwatched():
     assert len(looks) <= 4  # one a class, one for optimizers, and that of coverage
 
 
+class Squash(nn.Module):
+    """Makes a module anew in each forward, and calls its own parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x):
+        x = nn.Hardtanh()(x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def encode(self, x):
+        return self.parts[-1](x)
+
+
+@pytest.mark.parametrize("how", ["append", "insert", "replace", "assign"])
+@SCOPES
+def test_a_part_of_a_class_that_was_foreign(scope, how):
+    """Modules of its class and caller that are no parts have run before."""
+    model = nn.Sequential(Squash(), nn.Linear(4, 4))
+    monitor = enable(scope, model, action="log")
+    infer(model, batch(), batch())
+    part = nn.Hardtanh()
+    part.register_forward_hook(lambda *_: torch.full((3, 4), NAN))
+    parts = model[0].parts
+    {
+        "append": lambda: parts.append(part),
+        "insert": lambda: parts.insert(0, part),
+        "replace": lambda: setattr(model[0], "parts", nn.ModuleList([nn.Linear(4, 4), part])),
+        "assign": lambda: parts.__setitem__(0, part),
+    }[how]()
+    infer(model, batch())
+    number = 1 if how in ("append", "replace") else 0
+    assert verdicts(monitor)[0] == (2, f"0.parts.{number} output", "origin")
+
+
+def test_a_part_that_ran_alone_before():
+    model = nn.Sequential(Squash(), nn.Linear(4, 4))
+    monitor = nanscan.enable(model, action="log")
+    part = Do(lambda x: x * NAN)
+    infer(part, torch.zeros(1))
+    infer(model, batch())
+    infer(part, torch.zeros(1))
+    assert verdicts(monitor) == []
+    model[0].parts.append(part)
+    infer(model, batch())
+    assert verdicts(monitor)[0] == (1, "0.parts.1 output", "origin")
+
+
+@SCOPES
+def test_a_new_part_that_a_method_calls_after_the_model_ran(scope):
+    model = Squash()
+    monitor = enable(scope, model, action="log")
+    infer(model, batch())
+    model.parts.append(Do(lambda x: x * NAN))
+    with torch.no_grad():
+        model.encode(batch())
+    assert verdicts(monitor)[0][1:] == ("parts.1 output", "origin")
+
+
+@SCOPES
+def test_what_an_adapter_wraps_has_the_name_of_its_new_place(scope):
+    model = Net()
+    monitor = enable(scope, model, action="log")
+    train(model, sgd(model), [batch()])
+    model.fc1 = Adapted(model.fc1)
+    optimizer = sgd(model)
+    train(model, optimizer, [batch(), batch()])
+    assert {name for name, _ in model.named_parameters()} == {
+        site.removesuffix(" grad") for site in calls(monitor) if site.endswith(" grad")
+    }
+    assert monitor.history("fc1.base.weight grad")["step"].tolist() == [0, 1, 2]
+    assert monitor.history("fc1.weight grad")["step"].tolist() == [0, 1, 2]
+    assert calls(monitor)["fc1 output"] == calls(monitor)["fc1.base output"] == 1
+
+
 @pytest.mark.parametrize("what", ["model", "layer"])
 def test_compiled_in_place(what):
     model = Net()

@@ -207,8 +207,7 @@ def test_actor_critic_with_three_optimizers(scope):
         assert monitor.steps == number + 1
     assert faults(monitor) == {3}
     first = monitor.findings[0]
-    name = {"model": "critic", "global": "Net"}[scope]  # nothing calls the agent itself
-    assert (str(first.site), first.verdict) == (f"{name} input[0]", "propagated")
+    assert (str(first.site), first.verdict) == ("critic input[0]", "propagated")
     assert {f.episode for f in monitor.findings if f.is_fault} == {1}
     assert [f.step for f in monitor.findings if f.verdict == "recovered"] == [4]
 

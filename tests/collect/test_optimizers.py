@@ -12,6 +12,7 @@ from helpers.models import (
     NAN,
     SCOPES,
     Net,
+    alone,
     batch,
     calls,
     enable,
@@ -29,12 +30,13 @@ def test_gradients_before_and_parameters_after_the_step(scope):
     monitor = enable(scope, model, kinds=COMMON_KINDS)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     train(model, optimizer, [torch.tensor([[1.0, 2.0]])] * 2, lambda out: out.sum())
-    grad = monitor.history(nanscan.Site("weight", "grad"))
+    name = alone(scope, model)
+    grad = monitor.history(nanscan.Site(name, "grad"))
     assert (grad["min"].tolist(), grad["max"].tolist()) == ([1.0, 1.0], [2.0, 2.0])
-    param = monitor.history(nanscan.Site("weight", "param"))
+    param = monitor.history(nanscan.Site(name, "param"))
     assert param["calls"].tolist() == [1, 1]
     assert param["min"].tolist() == [2.0, pytest.approx(0.1)]
-    momentum = monitor.history(nanscan.Site("weight", "state", "momentum_buffer"))
+    momentum = monitor.history(nanscan.Site(name, "state", "momentum_buffer"))
     assert momentum["max"].tolist() == [2.0, pytest.approx(3.8)]
 
 
@@ -106,15 +108,16 @@ def test_sparse_gradients(scope):
     monitor = enable(scope, model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train(model, optimizer, [torch.tensor([1, 2])], lambda out: 7 * out.sum())
-    history = monitor.history(nanscan.Site("weight", "grad", ".values"))
+    name = alone(scope, model)
+    history = monitor.history(nanscan.Site(name, "grad", ".values"))
     assert history["max"].tolist() == [7.0]
     assert monitor.coverage().skipped == {}
     with pytest.warns(nanscan.NonFiniteWarning):
         train(model, optimizer, [torch.tensor([1, 2])], lambda out: NAN * out.sum())
     assert verdicts(monitor) == [
         (1, "loss", "origin"),
-        (1, "weight grad.values", "propagated"),
-        (1, "weight param", "propagated"),
+        (1, f"{name} grad.values", "propagated"),
+        (1, f"{name} param", "propagated"),
     ]
 
 

@@ -127,6 +127,11 @@ def enable(scope, model, **options):
     return nanscan.enable(model if scope == "model" else None, **options)
 
 
+def alone(scope, model, name="weight"):
+    """What a parameter or buffer of a module without parts is called: no model is around it."""
+    return name if scope == "model" else f"{type(model).__name__}.{name}"
+
+
 def sgd(model, lr=0.01, **options):
     return torch.optim.SGD(model.parameters(), lr, **options)
 

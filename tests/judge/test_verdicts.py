@@ -13,6 +13,7 @@ from helpers.models import (
     Do,
     Gap,
     Net,
+    alone,
     batch,
     enable,
     infer,
@@ -131,7 +132,7 @@ def test_there_is_no_recovery_while_a_parameter_is_bad_that_is_not_read(scope):
     monitor = enable(scope, model, action="log")
     infer(model, torch.tensor([4]), torch.tensor([1]), torch.tensor([2, 3]))
     assert verdicts(monitor) == [
-        (0, "weight param", "origin"),
+        (0, f"{alone(scope, model)} param", "origin"),
         (0, "Embedding output", "propagated"),
     ]
     assert not monitor.healthy
