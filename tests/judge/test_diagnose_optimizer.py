@@ -175,6 +175,7 @@ def test_inference_in_half_precision_is_not_training():
 
 # -- settings --------------------------------------------------------------------------------------
 
+INF = float("inf")
 RATE = "the learning rate is not finite: {} has lr={}"
 
 
@@ -193,6 +194,39 @@ def test_a_learning_rate_that_is_not_finite(kind, lr):
         f"param_groups[1]['lr'] is {lr} in the step that made 1.weight param bad"
     )
     assert finding.unlikely == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "title"),
+    [
+        (torch.optim.AdamW, {"weight_decay": INF}, "the weight decay is not finite: AdamW has"),
+        (torch.optim.Adagrad, {"lr_decay": INF}, "lr_decay is not finite: Adagrad has lr_decay"),
+        (torch.optim.LBFGS, {"lr": INF}, "the learning rate is not finite: LBFGS has lr=inf"),
+        (torch.optim.LBFGS, {"lr": 1e25}, ""),
+        (torch.optim.Adam, {"lr": 1e-3, "eps": INF}, None),  # its updates are 0
+    ],
+)
+def test_other_settings_and_optimizers(kind, options, title):
+    model = nn.Linear(2, 1)
+    optimizer = kind(model.parameters(), **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(1, 2)) - 3).square().mean()
+        loss.backward()
+        return loss
+
+    def run():
+        for _ in range(2):
+            optimizer.step(closure)
+
+    found = diagnosed(model, run)
+    if title is None:
+        assert found.findings == []
+    else:
+        assert [each.startswith(title) for each in titles(first_fault(found))] == [True] * bool(
+            title
+        )
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
