@@ -40,8 +40,10 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Location | None
 
     What other ops absorb is no fault: NaN that torch.where or nan_to_num replaces, and that no
     backward brings back; `locating` has the first of these as `absorbed`. -Inf alone is taken for a
-    mask until it turns into NaN, or reaches a loss, a gradient, a parameter or what `fn` returns.
-    What modules return on the way may hold it, such as suppressed logits. Values out of memory that
+    mask until it turns into NaN, is multiplied by a layer, or reaches a loss, a gradient, a
+    parameter or what `fn` returns. What modules return on the way may hold it, such as suppressed
+    logits; what `fn` returns may hold Inf that the code wrote as a number, unless that is a loss.
+    Values out of memory that
     was never written to, and values that were bad before anything ran ("propagated"), are a fault
     likewise only where they lead somewhere.
 
