@@ -43,9 +43,8 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Location | None
     mask until it turns into NaN, is multiplied by a layer, or reaches a loss, a gradient, a
     parameter or what `fn` returns. What modules return on the way may hold it, such as suppressed
     logits; what `fn` returns may hold Inf that the code wrote as a number, unless that is a loss.
-    Values out of memory that
-    was never written to, and values that were bad before anything ran ("propagated"), are a fault
-    likewise only where they lead somewhere.
+    Values out of memory that was never written to, and values that were bad before anything ran
+    ("propagated"), are a fault likewise only where they lead somewhere.
 
     An overflow to Inf that made 0 of finite values, as in the norm of a float16 layer, leaves
     nothing non-finite; where no fault was found it is returned as "wiped-out". Where a GradScaler
