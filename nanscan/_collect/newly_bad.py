@@ -39,6 +39,15 @@ class NewlyBad:
         in_forward = any(node.kind in (Kind.INPUT, Kind.OUTPUT) for node in self._tickets)
         return not in_forward and any(node.kind.comes_late for node in self._new)
 
+    def runs(self, place: ModulePlace) -> bool:
+        """Whether a module ran by its own call of late: not since its model was compiled in place.
+
+        Where nothing of it is ever scanned, whether it ever did.
+        """
+        # Not its inputs: the module around may have the same.
+        rows = {row for node in place.outputs.walk() for row in node.sources}
+        return place.called and (not rows or any(map(self._table.order, rows)))
+
     def owners(self) -> set[ModulePlace]:
         """Modules whose own forward may have made a bad value out of good inputs."""
         return {owner for node in self._new for owner in self._owners(node)}

@@ -17,7 +17,7 @@ from nanscan._collect.names import Registry
 from nanscan._collect.newly_bad import NewlyBad
 from nanscan._collect.snapshot import BY_NO_OPTIMIZER, Scans
 from nanscan._collect.table import Table
-from nanscan._data.places import ModulePlace, ParameterPlace
+from nanscan._data.places import ParameterPlace
 from nanscan._data.row import ROW, nonfinite
 
 _UNSCANNED = "it went bad in a step after which it was not scanned"
@@ -128,10 +128,11 @@ class ParameterChanges:
             return set()
         if newly.is_of_backward:
             return {place for _, place in self._registry.live_parameters()}
-        return set(self._own_parameters(newly.owners()))
+        return set(self._own_parameters(newly))
 
-    def _own_parameters(self, owners: set[ModulePlace]) -> Iterator[ParameterPlace]:
-        """Those of modules, and of others inside them that never run through their own call."""
+    def _own_parameters(self, newly: NewlyBad) -> Iterator[ParameterPlace]:
+        """Those of modules, and of others inside them that do not run through their own call."""
+        owners = newly.owners()
         for place in self._registry.places.values():
-            if place.user_of(owners) is not None:
+            if place.user_of(owners, newly.runs) is not None:
                 yield from place.parameters.values()

@@ -37,7 +37,13 @@ _INSTALLED = tuple(
 @functools.cache
 def is_installed(file: str) -> bool:
     """Whether a file belongs to Python or to a package that was installed, such as a trainer."""
-    return is_library(file) or file.startswith(_INSTALLED)
+    parts = Path(file).parts  # another folder of packages: a user's own, or one of PYTHONPATH
+    return (
+        is_library(file)
+        or file.startswith(_INSTALLED)
+        or "site-packages" in parts
+        or "dist-packages" in parts
+    )
 
 
 # What runs a graph: its own code ("<eval_with_key>"), torch.fx and the call of a module.

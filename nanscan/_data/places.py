@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -91,14 +92,22 @@ class ModulePlace(Place):
         self.buffers: dict[str, SinglePlace] = {}
         self.attributes: dict[str, SinglePlace] = {}
 
-    def user_of(self, owners: Collection[ModulePlace]) -> ModulePlace | None:
+    def user_of(
+        self,
+        owners: Collection[ModulePlace],
+        runs: Callable[[ModulePlace], bool] = attrgetter("called"),
+    ) -> ModulePlace | None:
         """Which of some modules uses the tensors of this one: itself, or the one around.
 
-        A module inside of another that never runs through its own call is read by that one.
+        A module inside of another that does not run through its own call is read by that one.
+
+        Args:
+            owners: the modules.
+            runs: whether a module runs through its own call; as a rule, whether it ever did.
         """
         user: ModulePlace | None = self
         while user is not None and user not in owners:
-            user = None if user.called else user.parent
+            user = None if runs(user) else user.parent
         return user
 
     def own(self) -> Iterator[Place]:

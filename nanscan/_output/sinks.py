@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -150,22 +151,35 @@ def warn(text: str) -> None:
     Python shows a warning of one text and line once, and none that a filter ignores. A second run
     in one process must not lose its fault, nor a run that silences all warnings.
     """
-    frame = _user_frame()
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    module = frame.f_globals.get("__name__") or "<unknown>"
+    frame, line = _user_line()
+    file = frame.f_code.co_filename if frame else getattr(sys.modules["__main__"], "__file__", "")
+    module = (frame.f_globals.get("__name__") if frame else "__main__") or "<unknown>"
     if _is_ignored(text, module, line):
         _logger.error(text)
         return
     warnings.warn_explicit(text, NonFiniteWarning, file, line, module=module, registry={})
 
 
-def _user_frame() -> FrameType:
-    """The innermost frame that belongs to no installed package, else to neither torch nor us."""
-    frame = user_frame(sys._getframe(1)) or sys._getframe(1)  # noqa: SLF001
-    own: FrameType | None = frame
-    while own is not None and is_installed(own.f_code.co_filename):
-        own = own.f_back
-    return own or frame
+def _user_line() -> tuple[FrameType | None, int]:
+    """The innermost frame that belongs to no installed package, else to neither torch nor us.
+
+    When the process ends, none runs: then the one in which it crashed, if it did.
+
+    Returns:
+        The frame, and its line; None and 0: there is none.
+    """
+    frame = user_frame(sys._getframe(1))  # noqa: SLF001
+    if frame is not None:
+        own: FrameType | None = frame
+        while own is not None and is_installed(own.f_code.co_filename):
+            own = own.f_back
+        found = own or frame
+        return found, found.f_lineno
+    crash = list(traceback.walk_tb(getattr(sys, "last_traceback", None)))
+    for frame, line in reversed(crash):
+        if not is_installed(frame.f_code.co_filename):
+            return frame, line
+    return None, 0
 
 
 def _is_ignored(text: str, module: str, line: int) -> bool:

@@ -203,3 +203,19 @@ def test_compiled_in_place(what):
     train(model, optimizer, [batch(), batch(1)])
     assert monitor.steps == 3
     assert monitor.history(nanscan.Site("fc2.weight", "grad"))["step"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("what", ["model", "layer"])
+@pytest.mark.parametrize("scope", ["model", "all"])
+def test_a_parameter_spoiled_after_the_model_was_compiled_in_place(scope, what):
+    model = Net()
+    monitor = nanscan.enable(model if scope == "model" else None, action="log")
+    optimizer = sgd(model)
+    train(model, optimizer, [batch()])
+    (model if what == "model" else model.fc1).compile(backend="eager")
+    train(model, optimizer, [batch(), batch()])
+    with torch.no_grad():
+        model.fc1.weight[0, 0] = NAN
+    train(model, optimizer, [batch()])
+    monitor.flush()
+    assert str(monitor.findings[0].site) == "fc1.weight param"

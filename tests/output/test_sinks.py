@@ -1,6 +1,8 @@
 """Sinks: where findings go, one or several, and those that users write."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -81,3 +83,52 @@ def test_a_located_op_says_what_it_is_of():
     located = nanscan.Located(finding, location, replay="nanscan.replay(...)")
     assert str(located).startswith("why fc output went bad in step 3: aten.log.default made")
     assert str(located).endswith("\n  replay    nanscan.replay(...)")
+
+
+TRAINER = """
+def fit(model, batches):
+    for batch in batches:
+        model(batch)
+"""
+SCRIPT = """
+import sys
+import torch
+import nanscan
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+monitor = nanscan.enable(model)
+good, bad = torch.ones(2, 4), torch.full((2, 4), float("nan"))
+"""
+
+
+def run_script(folder, ending):
+    script = folder / "train.py"
+    script.write_text(SCRIPT + ending)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    return f"{script}:", (SCRIPT + ending).splitlines(), done.stderr
+
+
+def test_a_warning_points_past_a_trainer_of_another_folder_of_packages(tmp_path):
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "trainer.py").write_text(TRAINER)
+    ending = (
+        f"sys.path.append({str(packages)!r})\nimport trainer\n"
+        "trainer.fit(model, [good, bad, good])\n"
+    )
+    script, lines, errors = run_script(tmp_path, ending)
+    line = lines.index("trainer.fit(model, [good, bad, good])") + 1
+    assert f"{script}{line}: NonFiniteWarning: nanscan: Sequential input[0]" in errors
+
+
+def test_a_crash_with_a_fault_in_its_step_points_at_the_line_that_crashed(tmp_path):
+    ending = (
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(2):\n    model(good).sum().backward()\n    optimizer.step()\n"
+        "with torch.no_grad():\n    model[0].weight.fill_(bad[0, 0])\nmodel(good)\n1 / 0\n"
+    )
+    script, lines, errors = run_script(tmp_path, ending)
+    assert f"{script}{lines.index('1 / 0') + 1}: NonFiniteWarning: nanscan: " in errors
+    assert "sinks.py" not in errors
