@@ -10,6 +10,7 @@ import nanscan
 from helpers.models import (
     NAN,
     SCOPES,
+    Do,
     Net,
     batch,
     calls,
@@ -252,13 +253,14 @@ def _steps_of(monitor, name):
 
 
 def test_a_finding_of_a_thinned_step_says_what_was_not_scanned():
-    model = nn.Sequential(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
+    factor = [1.0]  # no parameter: a bad one would be found by itself
+    parts = [nn.Linear(4, 4) for _ in range(6)]
+    model = nn.Sequential(nn.Sequential(parts[0], Do(lambda x: x * factor[0]), *parts[2:]))
     monitor = nanscan.enable(model, action="log")
     infer(model, batch())  # in full: the order is known
     monitor._schedule.period = 3
     monitor._collector.set_turn(Turn(3, 1, slow=False))
-    with torch.no_grad():
-        model[0][1].bias[0] = NAN
+    factor[0] = NAN
     infer(model, batch())
     first = next(f for f in monitor.findings if f.verdict == "origin")
     between = [str(site) for site in first.unscanned]
@@ -269,6 +271,20 @@ def test_a_finding_of_a_thinned_step_says_what_was_not_scanned():
     assert "0.1 output" in scanned
     # The next steps are scanned in full.
     assert monitor._collector.turn == FULL
+
+
+def test_a_parameter_that_is_read_in_a_part_that_a_thinned_step_did_not_scan():
+    model = nn.Sequential(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
+    monitor = nanscan.enable(model, action="log")
+    infer(model, batch())
+    monitor._schedule.period = 3
+    monitor._collector.set_turn(Turn(3, 1, slow=False))
+    with torch.no_grad():
+        model[0][1].bias[0] = NAN
+    infer(model, batch())
+    first = monitor.findings[0]
+    assert (str(first.site), first.verdict) == ("0.1.bias param", "origin")
+    assert first.how == "changed between two steps, by no optimizer"
 
 
 def test_a_budget_is_measured_and_told():
