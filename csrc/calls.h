@@ -96,7 +96,7 @@ class Calls : public CallObserver {
     const void* key;
     PyObject* place;  // null: it is ignored
     bool outermost, watched, always;
-    unsigned number;     // modules are numbered as they are added
+    unsigned number;  // modules are numbered as they are added
     bool outside = false;
     int references = 1;  // from the map and from the stacks
     bool called = false;
