@@ -131,6 +131,13 @@ bool Calls::tell_outermost(PyObject* module, const Arguments& arguments, const S
          succeeded(tell(names_.on_outermost_call, module, arguments));
 }
 
+// Tells Python once of a module that has begun to run as compiled code.
+bool Calls::note_compiled(Module& module, const Arguments& arguments) {
+  if (!arguments.compiled || module.compiled) return true;
+  module.compiled = true;
+  return succeeded(call(python_hooks_, names_.note_compiled, module.place));
+}
+
 // At a call that no other call encloses: asks Python whether it repeats a forward in a backward.
 bool Calls::note_start(Stack& running, const Module& module, const Arguments& arguments) {
   if (!running.empty()) return true;
@@ -145,7 +152,7 @@ bool Calls::before(PyObject* module, const Arguments& arguments, void*& call) {
   Module* entry;
   if (!tell_outermost(module, arguments, running) || !find_or_ask(module, entry)) return false;
   if (!entry) return true;
-  if (!note_start(running, *entry, arguments)) {
+  if (!note_compiled(*entry, arguments) || !note_start(running, *entry, arguments)) {
     release(entry);
     return false;
   }

@@ -25,6 +25,7 @@ namespace nanscan {
   X(discover, "discover")                   \
   X(on_outermost_call, "on_outermost_call") \
   X(on_first_call, "on_first_call")         \
+  X(note_compiled, "note_compiled")         \
   X(scan_new_input, "scan_new_input")       \
   X(scan_keywords, "scan_keywords")         \
   X(scan_new_output, "scan_new_output")     \
@@ -99,7 +100,7 @@ class Calls : public CallObserver {
     unsigned number;  // modules are numbered as they are added
     bool outside = false;
     int references = 1;  // from the map and from the stacks
-    bool called = false;
+    bool called = false, compiled = false;
     int output_row = -1;
     int recomputed_row = -1;
     std::vector<KnownRows> arguments = {};
@@ -134,6 +135,7 @@ class Calls : public CallObserver {
   PyObject* tell(PyObject* method, PyObject* about, const Arguments& arguments);
   bool tell_outermost(PyObject* module, const Arguments& arguments, const Stack& running);
   bool find_or_ask(PyObject* module, Module*& entry);
+  bool note_compiled(Module& module, const Arguments& arguments);
   bool note_start(Stack& running, const Module& module, const Arguments& arguments);
   Stack& stack() const;
   bool visit_inputs(Module& module, const Arguments& arguments);

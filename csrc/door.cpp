@@ -87,16 +87,11 @@ PyObject* run_plain(PyObject* module, const Arguments& arguments) {
   return PyObject_VectorcallMethod(name_call_impl(), values, positional, arguments.keywords);
 }
 
-// Runs the module: its own compiled call, else `_call_impl`.
-PyObject* run(PyObject* module, const Arguments& arguments) {
-  if (PyObject* own = own_value(module, name_slot())) {
-    Py_INCREF(own);
-    PyObject* result = PyObject_Vectorcall(
-        own, arguments.values, static_cast<size_t>(arguments.positional), arguments.keywords);
-    Py_DECREF(own);
-    return result;
-  }
-  return PyErr_Occurred() ? nullptr : run_plain(module, arguments);
+// Runs the module: its own compiled call, if it has one, else `_call_impl`.
+PyObject* run(PyObject* module, PyObject* own, const Arguments& arguments) {
+  return own ? PyObject_Vectorcall(own, arguments.values, static_cast<size_t>(arguments.positional),
+                                   arguments.keywords)
+             : run_plain(module, arguments);
 }
 
 // ---- WatchedCall: what nn.Module.__call__ calls ------------------------------------------------
@@ -109,10 +104,16 @@ struct WatchedCall {
 PyObject* call_watched(PyObject* self, PyObject* const* values, size_t count, PyObject* keywords) {
   // __call__ holds the module and its arguments while this runs.
   PyObject* const module = reinterpret_cast<WatchedCall*>(self)->module;
+  PyObject* own = own_value(module, name_slot());
+  if (!own && PyErr_Occurred()) return nullptr;
+  Py_XINCREF(own);
   const Arguments arguments{values, PyVectorcall_NARGS(count),
-                            keywords && PyTuple_GET_SIZE(keywords) > 0 ? keywords : nullptr};
+                            keywords && PyTuple_GET_SIZE(keywords) > 0 ? keywords : nullptr,
+                            own != nullptr};
   OpenCall call(module);
-  return call.end(call.begin(arguments) ? run(module, arguments) : nullptr);
+  PyObject* result = call.begin(arguments) ? run(module, own, arguments) : nullptr;
+  Py_XDECREF(own);
+  return call.end(result);
 }
 
 void delete_watched(PyObject* self) {

@@ -19,6 +19,7 @@ struct Arguments {
   PyObject* const* values;  // the positional ones, then those of the keywords
   Py_ssize_t positional;
   PyObject* keywords;  // a tuple of names; null if there are none
+  bool compiled;       // the module runs a compiled call of its own, as Module.compile() sets it
 
   Py_ssize_t keyword_count() const { return keywords ? PyTuple_GET_SIZE(keywords) : 0; }
   PyObject* tuple() const;  // new: of the positional ones

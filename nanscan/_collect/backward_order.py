@@ -6,6 +6,7 @@ nodes were made since the last backward, and as many sites visited, as for one t
 
 from __future__ import annotations
 
+import functools
 import heapq
 import time
 from collections.abc import Callable
@@ -41,6 +42,11 @@ class Graph:
     functions: dict[int, int]
     inner: list[tuple[int, Graph]] = field(default_factory=list)
 
+    @functools.cached_property
+    def has_known(self) -> bool:
+        """Whether it makes the gradient of a parameter of a known module."""
+        return any(isinstance(key, ParameterPlace) for keys in self.groups.values() for key in keys)
+
     def order(self) -> list[Key]:
         """All parameters, the first to have its gradient first."""
         parts = [(position, 0, graph.order()) for position, graph in self.inner]
@@ -57,11 +63,14 @@ class BackwardOrder:
     Attributes:
         ranks: position of each parameter.
         version: changes with them.
+        is_of_known: the latest backward makes the gradient of a parameter of a known module, as far
+            as its graph was read.
     """
 
     def __init__(self, place_of: PlaceOf) -> None:
         self.ranks: dict[Key, int] = {}
         self.version = 0
+        self.is_of_known = False
         self._place_of = place_of
         self._graphs: dict[tuple[int, ...], Graph] = {}
         self._current: tuple[int, ...] = ()  # key of the graph whose order comes first
@@ -101,10 +110,12 @@ class BackwardOrder:
         key = (latest - self._latest, len(roots), visits)
         self._latest = latest
         graph = self._graphs.get(key)
+        self.is_of_known = graph is not None and graph.has_known
         if graph is None:
             if not self._may_read():
                 return
             graph = self._read(roots)
+            self.is_of_known = graph.has_known
             if len(self._graphs) >= _MAX_GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
             self._graphs[key] = graph

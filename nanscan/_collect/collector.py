@@ -222,7 +222,7 @@ class Collector(Listener):
     def _is_of_ours(self) -> bool:
         return bool(
             self.calls.is_attached
-            and (self._ran or not self._registry.only)
+            and (self._ran or not self._registry.only or self._order.is_of_known)
             and not is_recomputing()
         )
 

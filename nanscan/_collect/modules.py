@@ -112,6 +112,10 @@ class ModuleCalls:
         place.called = True
         self._listener.on_first_call(place)
 
+    def note_compiled(self, place: ModulePlace) -> None:
+        """A module runs as compiled code of its own from now on."""
+        self._registry.compiled.note(place, self._registry.step())
+
     def scan_new_input(self, place: ModulePlace, index: int, x: Any, row: int) -> int:
         """An argument from a new source, or not a plain tensor. Returns its own row or -1."""
         node = place.inputs.item(index)

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nanscan._collect.renaming import nested_in, rename
+from nanscan._collect.compiled_modules import (
+    CompiledModules,
+    is_wrapper,
+    named_modules,
+    unwrapped,
+)
+from nanscan._collect.renaming import lies_in, nested_in, rename
 from nanscan._collect.tensors import KnownTensors, Wants
 from nanscan._data.frames import is_compiler_calling, modules_calling
 from nanscan._data.places import ModulePlace, ParameterPlace, SinglePlace
@@ -33,11 +39,6 @@ class _Root:
     prefix: str
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile returned it."""
-    return isinstance(module, torch._dynamo.OptimizedModule)  # noqa: SLF001 - no public spelling
-
-
 class Registry(KnownTensors):
     """Modules and parameters by identity, without keeping any of them alive.
 
@@ -57,14 +58,15 @@ class Registry(KnownTensors):
         self._ignored: set[int] = set()  # ids of modules that are not the user's, or the model's
         # Callers with classes of modules that were looked for in the model, and are not in it.
         self._foreign: set[tuple[ModulePlace | None, type[nn.Module]]] = set()
-        self.is_first_step: Callable[[], bool] = lambda: True
+        self.step: Callable[[], int] = lambda: 0  # the current one
         # Whether places may get other names now: not while a report of this step has the old ones.
         self.may_rename: Callable[[], bool] = lambda: True
         self._on_add: OnAdd | None = None
         self._on_ignore: OnIgnore | None = None
         self._on_forget: Callable[[int], None] | None = None
+        self.compiled = CompiledModules()
         if model is not None:
-            self._add_root(model)
+            self._add_root(unwrapped(model))
 
     def listen(self, on_add: OnAdd, on_ignore: OnIgnore, on_forget: Callable[[int], None]) -> None:
         """Tells of each module, now and later, of those to be ignored, and of its end."""
@@ -111,6 +113,12 @@ class Registry(KnownTensors):
         with self._lock:  # threads may meet one module at once
             if id(module) in self.places:
                 return self.places[id(module)]
+            if is_wrapper(module):
+                self._ignore(module, outside=False)
+                key = self.compiled.note_wrapper(module)
+                if key in self.places:
+                    self.compiled.note(self.places[key], self.step())
+                return None
             if self.only:
                 return self._find_new(module, caller)
             if isinstance(module, torch.fx.GraphModule) and is_compiler_calling():
@@ -121,13 +129,7 @@ class Registry(KnownTensors):
     def _is_part(self, module: nn.Module, caller: ModulePlace | None) -> bool:
         """Whether a module lies in the one that calls it; in any outermost one if none does."""
         around = [self._latest.get(caller)] if caller else [r.module for r in self._roots.values()]
-        stack = [m for reference in around if reference and (m := reference()) is not None]
-        while stack:
-            parts = stack.pop()._modules.values()  # noqa: SLF001 - modules() takes 8 times as long
-            if module in parts:
-                return True
-            stack += [part for part in parts if part is not None]
-        return False
+        return lies_in(module, [m for ref in around if ref and (m := ref()) is not None])
 
     def _add_inside(self, module: nn.Module, caller: ModulePlace) -> ModulePlace:
         # Modules made anew in each forward: all of one class in one parent share a place.
@@ -168,7 +170,7 @@ class Registry(KnownTensors):
         """Looks for what was added to known outermost modules, or taken away, since."""
         with self._lock:
             self.forget_moved()
-            self._add_new_parts(is_early=self.is_first_step())
+            self._add_new_parts(is_early=self.step() == 0)
 
     def _add_new_parts(self, *, is_early: bool) -> None:
         for label, root in list(self._roots.items()):
@@ -224,7 +226,7 @@ class Registry(KnownTensors):
             any(True for _ in module.children()) and all(r.prefix for r in self._roots.values())
         )
         self._roots[label] = _Root(weakref.ref(module), "" if is_bare else f"{label}.")
-        self._take_in(label, module, is_early=self.is_first_step())
+        self._take_in(label, module, is_early=self.step() == 0)
         return self._add_tree(module, label, self._roots[label].prefix)
 
     def _take_in(self, label: str, module: nn.Module, *, is_early: bool) -> None:
@@ -257,16 +259,16 @@ class Registry(KnownTensors):
     def _move_into(self, module: nn.Module, place: ModulePlace) -> ModulePlace | None:
         """Renames the module that had a name if the one that has it now contains it.
 
-        As `model.fc = Adapter(model.fc)` does. What torch.compile returns stands for the module.
+        As `model.fc = Adapter(model.fc)` does.
 
         Returns:
             Its place; None if it keeps its name.
         """
         reference = self._latest.get(place)
         old = reference and reference()
-        if old is None or old is module or not self.may_rename() or _is_compiled(module):
+        if old is None or old is module or not self.may_rename():
             return None
-        path = next((path for path, part in module.named_modules() if part is old), "")
+        path = next((path for path, part in named_modules(module) if part is old), "")
         if not path or place.parent is None:
             return None
         name = f"{place.name}.{path}"
@@ -287,20 +289,20 @@ class Registry(KnownTensors):
 
     def _add_tree(self, top: nn.Module, label: str, prefix: str) -> ModulePlace:
         """Names an outermost module and all it contains, as far as they have no name yet."""
-        for name, module in top.named_modules():
-            parent = None
-            if name:
-                parent = self.places[id(top.get_submodule(name.rpartition(".")[0]))]
+        found: dict[str, ModulePlace] = {}
+        for name, module in named_modules(top):
+            parent = found[name.rpartition(".")[0]] if name else None
             place = self.places.get(id(module))
             if place is None:
-                self._add(module, prefix + name if name else label, parent)
+                place = self._add(module, prefix + name if name else label, parent)
             elif place.parent is None and parent is not None and place.name not in self._roots:
                 place.parent = parent
                 for part in module.modules():  # which are no longer next to an outermost one
                     if id(part) in self.places:
                         self._set_watched(self.places[id(part)])
+            found[name] = place
             stem = prefix + name if name else prefix.removesuffix(".")
-            self.add_tensors(module, self._lifetimes[id(module)], self.places[id(module)], stem)
+            self.add_tensors(module, self._lifetimes[id(module)], place, stem)
         return self.places[id(top)]
 
     def _add(self, module: nn.Module, name: str, parent: ModulePlace | None) -> ModulePlace:
@@ -316,6 +318,7 @@ class Registry(KnownTensors):
         self.changes += 1
         self._ignored.discard(key)
         self.places[key] = place
+        self.compiled.note_module(key, place, self.step())
         if self._on_add is not None:
             self._on_add(key, place, *self._role(place))
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
@@ -338,6 +341,7 @@ class Registry(KnownTensors):
     def _forget(self, key: int) -> None:
         self.places.pop(key, None)
         self._ignored.discard(key)
+        self.compiled.forget(key)
         if self._on_forget is not None:
             self._on_forget(key)
         self._lifetimes.pop(key, None)

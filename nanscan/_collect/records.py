@@ -106,7 +106,7 @@ class RecordQueue:
         self._told = -1  # the last step of which a record had something notable
         self._registry = registry
         registry.may_rename = self.may_rename
-        registry.is_first_step = lambda: tracker.step == 0
+        registry.step = lambda: tracker.step
         self._table = table
         self._optimizers = optimizers
         self._tracker = tracker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from nanscan._collect.compiled_modules import named_modules
 from nanscan._data.places import ModulePlace
 
 
@@ -57,6 +58,17 @@ def nested_in(module: nn.Module, roots: dict[str, nn.Module | None]) -> dict[str
     Returns:
         Their names in the module by label.
     """
-    names = {id(part): name for name, part in module.named_modules()}
+    names = {id(part): name for name, part in named_modules(module)}
     inside = ((label, names.get(id(root))) for label, root in roots.items())
     return {label: name for label, name in inside if name}
+
+
+def lies_in(module: nn.Module, around: list[nn.Module]) -> bool:
+    """Whether a module lies in one of others."""
+    stack = [*around]
+    while stack:
+        parts = stack.pop()._modules.values()  # noqa: SLF001 - modules() takes 8 times as long
+        if module in parts:
+            return True
+        stack += [part for part in parts if part is not None]
+    return False

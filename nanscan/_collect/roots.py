@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from nanscan._collect.compiled_modules import is_wrapper
 from nanscan._collect.names import Registry
 from nanscan._data.places import ParameterPlace
 
@@ -115,12 +116,12 @@ def _model_of(
     for part in (*roots, *owners):
         for module in _containers(part, around):
             held[id(module)] = held.get(id(module), 0) + 1
-            if part in roots:
+            if part in roots or not roots:  # none: a compiled function runs the model
                 candidates[id(module)] = module
     candidates = {
         key: module
         for key, module in candidates.items()
-        if held[key] > 1 and key not in registry.places and not _is_graph(module)
+        if held[key] > 1 and key not in registry.places and not _is_made(module)
     }
     most = max((held[key] for key in candidates), default=0)
     best = [module for key, module in candidates.items() if held[key] == most]
@@ -144,6 +145,6 @@ def _containers(part: nn.Module, around: dict[int, list[nn.Module]]) -> list[nn.
     return [*found.values()]
 
 
-def _is_graph(module: nn.Module) -> bool:
-    """Whether it is a copy that a compiler or a tracer made; it shares the parts."""
-    return isinstance(module, torch.fx.GraphModule)
+def _is_made(module: nn.Module) -> bool:
+    """Whether a compiler or a tracer made it; it shares the parts."""
+    return is_wrapper(module) or isinstance(module, torch.fx.GraphModule)

@@ -65,6 +65,8 @@ class ModulePlace(Place):
     Attributes:
         attributes: tensors that it holds as plain attributes, by path, once one was bad.
         called: it ran at least once.
+        compiled_since: the step in which it was first seen to run as compiled code; None: it was
+            not.
         swept: for an outermost module: its parameters were scanned before its first call.
     """
 
@@ -72,6 +74,7 @@ class ModulePlace(Place):
         "attributes",
         "buffers",
         "called",
+        "compiled_since",
         "inputs",
         "keywords",
         "outputs",
@@ -83,6 +86,7 @@ class ModulePlace(Place):
     def __init__(self, name: str, parent: ModulePlace | None) -> None:
         super().__init__(name, parent)
         self.called = False
+        self.compiled_since: int | None = None
         self.swept = False
         self.inputs = Node(self, Kind.INPUT)
         self.keywords = Node(self, Kind.INPUT)
@@ -109,6 +113,15 @@ class ModulePlace(Place):
         while user is not None and user not in owners:
             user = None if runs(user) else user.parent
         return user
+
+    @property
+    def compiled_region(self) -> ModulePlace | None:
+        """The outermost module that runs as compiled code, of itself and those around it."""
+        found = None
+        for place in (self, *self.parents()):
+            if place.compiled_since is not None:
+                found = place
+        return found
 
     def own(self) -> Iterator[Place]:
         """Its own parameters, buffers and tensors in attributes."""

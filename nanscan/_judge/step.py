@@ -17,6 +17,7 @@ from nanscan._judge.provenance import Provenance
 
 _BEFORE = 5  # sites shown before a finding
 
+_UNSEEN = ": nothing of the forward was scanned, as where a compiled function runs it"
 _HOW: dict[Verdict, str] = {
     "origin": "made here",
     "propagated": "it was given non-finite values",
@@ -35,6 +36,14 @@ class _Conclusion:
     from_outside: bool = False
     unscanned: tuple[Site, ...] = ()
     given: list[Seen] | None = field(default=None)  # None: what the site was made from
+
+
+def _made_in(node: Node) -> str:
+    """Where an origin was made, if not by the code that its site names."""
+    place = node.place
+    owner = place if isinstance(place, ModulePlace) else place.parent
+    region = owner and node.kind in (Kind.OUTPUT, Kind.GRAD) and owner.compiled_region
+    return f"made in {region.name} (compiled)" if region else "made here"
 
 
 class StepVerdicts:
@@ -104,9 +113,23 @@ class StepVerdicts:
             if row in self._provenance.unclear:
                 where = ", or handed in by the caller"
             how = f"made by code outside of any module{where}"
+            if node.kind is Kind.LOSS and not self._has_forward:
+                how = f"made before it{_UNSEEN}"
             return _Conclusion("origin", how, self._between(row))
         between = self._between(row) if node.kind.is_gradient else None
-        return _Conclusion("origin", "made here", between)
+        how = _made_in(node)
+        if node.kind is Kind.GRAD and not (self._has_forward or self._has_loss):
+            how = f"made here or before it{_UNSEEN}"
+        return _Conclusion("origin", how, between)
+
+    @property
+    def _has_forward(self) -> bool:
+        """Whether a module was seen to run in this step, or in a part of it that was judged."""
+        return self._record.continues or bool(self._evidence.scanned(Kind.INPUT, Kind.OUTPUT))
+
+    @property
+    def _has_loss(self) -> bool:
+        return bool(self._evidence.scanned(Kind.LOSS))
 
     def _memory(self, row: int) -> str:
         """Of memory that was handed in, in which module its bad values first show."""
