@@ -151,6 +151,7 @@ class Collector(Listener):
 
     def on_before_forward(self, place: ModulePlace, args: Any, kwargs: Any) -> None:
         """Ends the step if other code than an optimizer has updated the parameters by now."""
+        self._training.before_forward()
         self._act(self.tracker.on_before_forward(place))
         self._held.before_forward(place, args, kwargs)
         self._consumer.on_forward_start(self.tracker.step)
@@ -215,7 +216,10 @@ class Collector(Listener):
         """Not called by `torch.autograd.grad`, nor by what torch.compile traced."""
         if not is_recomputing():
             self._order.on_after_backward()
-        if self._is_of_ours and not self._training.has_optimizer():
+        if not self._is_of_ours:
+            return
+        self._training.after_backward()
+        if self.tracker.is_by_hand or not self._training.has_optimizer():
             self._act(self.tracker.on_after_backward())
 
     @property

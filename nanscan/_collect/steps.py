@@ -40,7 +40,8 @@ class StepTracker:
     forward while none is; and only at `Monitor.step()` once that was called. Several optimizers
     that step in turn end parts of one step, which have its number. Where a backward ran
     though no optimizer holds the parameters, other code updates them between the end of that
-    backward and the next forward: the step lasts until then. An outermost forward without gradients
+    backward and the next forward: the step lasts until then; so it is with an optimizer whose step
+    was compiled, which nobody sees. An outermost forward without gradients
     in a training run (validation) is judged when it ends and belongs to the step it runs in. Where
     code calls the parts of a model that never runs itself, a step of inference lasts until a part
     is called again. A probe after a step of inference belongs to it.
@@ -162,6 +163,10 @@ class StepTracker:
         if self.step == self._step_after_forward and not has_scans:
             self.step -= 1  # its forward was taken for the whole step
             self._was_judged = True
+
+    def on_unseen_update(self) -> None:
+        """An optimizer holds the parameters, and they changed though none was seen to step."""
+        self.is_by_hand = self._is_update_due = True
 
     def on_after_backward(self) -> Decision:
         """That backward ended."""

@@ -6,6 +6,7 @@ from nanscan._collect.names import Registry
 from nanscan._collect.optimizers import Optimizers, Plan
 from nanscan._collect.records import Consumer, RecordQueue
 from nanscan._collect.steps import StepTracker
+from nanscan._data.kept import version
 
 
 class Training:
@@ -34,6 +35,26 @@ class Training:
         self._consumer = consumer
         self._has_inferred = False  # an outermost module ran without gradients
         self._has_begun = False
+        self._has_stepped = False  # an optimizer, seen by its hooks
+        self._version: int | None = None  # of a trained parameter after the last backward
+
+    def before_forward(self) -> None:
+        """An outermost module is about to run: has an optimizer stepped unseen, in compiled code?"""
+        before, self._version = self._version, None
+        if before is not None and self._version_now() != before:
+            self._tracker.on_unseen_update()
+            self.begin()
+
+    def after_backward(self) -> None:
+        """A backward of a watched model ended."""
+        if not (self._has_stepped or self._tracker.is_by_hand):
+            self._version = self._version_now()
+
+    def _version_now(self) -> int | None:
+        """Of one parameter: an optimizer changes them all."""
+        trained = (p for p, _ in self._registry.live_parameters() if p.requires_grad)
+        parameter = next(trained, None)
+        return None if parameter is None else version(parameter)
 
     def after_forward(self, *, with_gradients: bool) -> None:
         """An outermost module returned: is that a whole step? Looks for an optimizer once."""
@@ -60,6 +81,7 @@ class Training:
 
     def before_optimizer_step(self, plan: Plan) -> None:
         """An optimizer is about to step, or a GradScaler has skipped that."""
+        self._has_stepped, self._version = True, None
         with self._records.lock:
             may_join = self._optimizers.may_join(plan)
             self._tracker.on_before_optimizer_step(plan.number, may_join=may_join)

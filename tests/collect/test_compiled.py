@@ -1,4 +1,4 @@
-"""Compiled models, seen from outside: names, verdicts, coverage; no recompile and no graph break."""
+"""Compiled models, seen from outside: names, verdicts, coverage; no recompile, no graph break."""
 
 import copy
 import logging
@@ -195,7 +195,7 @@ class BadBackward(torch.autograd.Function):
 def test_a_gradient_that_goes_bad_inside(way, scope):
     compiled, block, optimizer, monitor = set_up(way, scope, "enabled first")
     block.norm = nn.Sequential(block.norm)
-    block.norm.forward = lambda x: BadBackward.apply(x)
+    block.norm.forward = BadBackward.apply
     step(compiled, optimizer, batch())
     monitor.flush()
     first = monitor.findings[0]
@@ -344,20 +344,47 @@ def test_a_model_that_torch_compile_returned_can_be_given(scope):
 # -- more of what runs compiled --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 @SCOPES
-def test_a_compiled_optimizer_step(scope):
+def test_a_compiled_optimizer_step(scope, kind):
+    """Nobody sees it: a step lasts until the next forward."""
+    model = Model()
+    monitor = enable(scope, model, action="log")
+    optimizer = kind(model.parameters(), 0.01)
+    update = torch.compile(optimizer.step, backend="eager")
+    for number in range(5):
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        assert monitor.steps == number
+        (loss * NAN if number == 3 else loss).backward()
+        update()
+    monitor.flush()
+    assert verdicts(monitor)[0] == (3, "loss", "origin")
+    assert {"blocks.0.up.weight grad", "blocks.0.up.weight param"} <= {
+        str(site) for site in monitor.coverage().sites
+    }
+
+
+@SCOPES
+def test_a_whole_step_compiled(scope):
     model = Model()
     monitor = enable(scope, model, action="log")
     optimizer = sgd(model)
-    update = torch.compile(optimizer.step, backend="eager")
-    for number in range(3):
+    factor = torch.ones(())
+
+    @torch.compile(backend="eager")
+    def whole(x, factor):
         optimizer.zero_grad()
-        loss = model(batch()).square().mean()
-        (loss * NAN if number == 2 else loss).backward()
-        update()
-        assert monitor.steps == number + 1
+        loss = (model(x) * factor).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    for number in range(5):
+        whole(batch(number), factor * NAN if number == 3 else factor)
     monitor.flush()
-    assert verdicts(monitor)[0] == (2, "loss", "origin")
+    found = verdicts(monitor)
+    assert found[0][2] == "origin"
+    assert {step for step, *_ in found} <= {3, 4}
 
 
 @SCOPES
