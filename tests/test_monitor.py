@@ -651,7 +651,16 @@ def test_coverage():
     infer(model, batch())
     after = monitor.coverage()
     assert {field.name for field in dataclasses.fields(after)} == {
-        *("sites", "skipped", "not_called", "left_out", "thinned", "overhead", "nbytes"),
+        *(
+            "sites",
+            "skipped",
+            "not_called",
+            "compiled",
+            "left_out",
+            "thinned",
+            "overhead",
+            "nbytes",
+        ),
     }
     assert after.not_called == ("attend.out_proj", "unused")
     assert after.skipped == {}

@@ -27,19 +27,7 @@ class CompiledModules:
     """Which modules run as compiled code, and since when. Says once what is not seen for it."""
 
     def __init__(self) -> None:
-        self._wrapped: set[int] = set()  # ids of modules in wrappers
         self._has_told = False
-
-    def note_wrapper(self, wrapper: nn.Module) -> int:
-        """A wrapper was called. Returns the id of the module in it."""
-        key = id(unwrapped(wrapper))
-        self._wrapped.add(key)
-        return key
-
-    def note_module(self, key: int, place: ModulePlace, step: int) -> None:
-        """A module got a place."""
-        if key in self._wrapped:
-            self.note(place, step)
 
     def note(self, place: ModulePlace, step: int) -> None:
         """A module runs as compiled code: none inside of it runs by its own call any more."""
@@ -49,10 +37,6 @@ class CompiledModules:
         if not self._has_told:
             self._has_told = True
             _logger.warning(_SEEN, place.name)
-
-    def forget(self, key: int) -> None:
-        """A module is gone; another one may get its id."""
-        self._wrapped.discard(key)
 
 
 def is_wrapper(module: object) -> bool:

@@ -119,10 +119,10 @@ class ModuleCalls:
     def scan_new_input(self, place: ModulePlace, index: int, x: Any, row: int) -> int:
         """An argument from a new source, or not a plain tensor. Returns its own row or -1."""
         node = place.inputs.item(index)
-        if row >= 0:
-            node.add_source(row)
-        else:
+        if row < 0:
             self._scanner.visit_new(x, node, row)
+        elif row != node.row:  # as it is of a module in what torch.compile returned: one place
+            node.add_source(row)
         return node.row
 
     def scan_keywords(self, place: ModulePlace, kwargs: Mapping[str, Any]) -> None:
@@ -133,6 +133,8 @@ class ModuleCalls:
     def scan_new_output(self, place: ModulePlace, output: Any, status: int) -> int:
         """An output without a row yet, or not a plain tensor. Returns its own row or -1."""
         node = place.recomputed if self.core.recomputing else place.outputs
+        if status >= 0 and status == node.row:  # of the module in what torch.compile returned
+            return status
         if status >= 0:  # what a module inside returned, and this one hands on
             node.add_source(status)
         self._scanner.visit_new(output, node, status)

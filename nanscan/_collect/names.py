@@ -114,17 +114,27 @@ class Registry(KnownTensors):
             if id(module) in self.places:
                 return self.places[id(module)]
             if is_wrapper(module):
-                self._ignore(module, outside=False)
-                key = self.compiled.note_wrapper(module)
-                if key in self.places:
-                    self.compiled.note(self.places[key], self.step())
-                return None
+                return self._add_wrapper(module, caller)
             if self.only:
                 return self._find_new(module, caller)
             if isinstance(module, torch.fx.GraphModule) and is_compiler_calling():
                 self._ignore(module, outside=False)
                 return None
             return self._add_called(module) if caller is None else self._add_inside(module, caller)
+
+    def _add_wrapper(self, wrapper: nn.Module, caller: ModulePlace | None) -> ModulePlace | None:
+        """What torch.compile returned stands for its module, which may run without its own call."""
+        module = unwrapped(wrapper)
+        place = self.places.get(id(module)) or self.discover(module, caller)
+        if place is None:
+            self._ignore(wrapper, outside=caller is None)
+            return None
+        self.compiled.note(place, self.step())
+        key = id(wrapper)
+        self._lifetimes[key] = weakref.ref(wrapper, lambda _: self._forget(key))
+        if self._on_add is not None:
+            self._on_add(key, place, *self._role(place))
+        return place
 
     def _is_part(self, module: nn.Module, caller: ModulePlace | None) -> bool:
         """Whether a module lies in the one that calls it; in any outermost one if none does."""
@@ -158,7 +168,8 @@ class Registry(KnownTensors):
         """Names a module that no running one contains, after one whose method calls it."""
         outermost = module
         for caller in modules_calling():
-            if id(caller) not in self._ignored and any(m is module for m in caller.modules()):
+            is_known_other = id(caller) in self._ignored or is_wrapper(caller)
+            if not is_known_other and any(m is module for m in caller.modules()):
                 outermost = caller
         if id(outermost) in self.places or self._is_part(module, None):  # it has got new modules
             self.rescan()
@@ -318,7 +329,6 @@ class Registry(KnownTensors):
         self.changes += 1
         self._ignored.discard(key)
         self.places[key] = place
-        self.compiled.note_module(key, place, self.step())
         if self._on_add is not None:
             self._on_add(key, place, *self._role(place))
         self._lifetimes[key] = weakref.ref(module, lambda _: self._forget(key))
@@ -341,7 +351,6 @@ class Registry(KnownTensors):
     def _forget(self, key: int) -> None:
         self.places.pop(key, None)
         self._ignored.discard(key)
-        self.compiled.forget(key)
         if self._on_forget is not None:
             self._on_forget(key)
         self._lifetimes.pop(key, None)

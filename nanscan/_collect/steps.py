@@ -200,7 +200,9 @@ class StepTracker:
         """The user ends a step. From the first time on, nothing else does."""
         self._is_manual = True
         self.stepped = -1
-        return Decision(scan_parameters=self.on_before_forward().scan_parameters, end=True)
+        is_due = self.on_before_forward().scan_parameters
+        # Where no module was seen to run, compiled code may have: it leaves nothing but parameters.
+        return Decision(scan_parameters=is_due or not self._has_run, end=True)
 
     def ended(self) -> None:
         """The step was ended, as decided; the next one begins, or the next part of this one."""

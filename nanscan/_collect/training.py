@@ -39,7 +39,7 @@ class Training:
         self._version: int | None = None  # of a trained parameter after the last backward
 
     def before_forward(self) -> None:
-        """An outermost module is about to run: has an optimizer stepped unseen, in compiled code?"""
+        """An outermost module is about to run: has compiled code updated its parameters?"""
         before, self._version = self._version, None
         if before is not None and self._version_now() != before:
             self._tracker.on_unseen_update()
